@@ -106,21 +106,22 @@ def judge_run(
 
 def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) -> list[BoundedChange]:
     """The changes of the losses on held-out chats and on the base's answers from `start_row` to the last row,
-    with the interval of Student's t over chats: from the base if `start_row` has none, and without what the
-    last row lacks. Raises ValueError for a file that is missing or damaged, or of other chats."""
+    with the interval of Student's t over chats. A loss that `start_row` lacks is compared with that of the
+    base; one that the last row lacks is left out. Raises ValueError for a file that is missing or damaged,
+    and for files of different chats."""
     changes = []
     last = len(scores.rows) - 1
     for name, (key, kind) in CHAT_LOSSES.items():
-        losses = scores.chats.get(key, [])
-        if len(losses) <= last or losses[last] is None:
+        mean_by_row = scores.chats.get(key, [])  # nats per token; None of a row that was not measured
+        if len(mean_by_row) <= last or mean_by_row[last] is None:
             continue
-        first = start_row if losses[start_row] is not None else 0
-        before, after = (
-            load_losses(find_stored_file(run, scores, row=row, kind=kind)) for row in (first, last)
-        )
+        first = 0 if mean_by_row[start_row] is None else start_row
+        before = load_losses(find_stored_file(run, scores, row=first, kind=kind))
+        after = load_losses(find_stored_file(run, scores, row=last, kind=kind))
         if before.digest != after.digest:
             raise ValueError(f"{run.path}/chats has other chats in two rows; give the run again")
-        _, low, high = find_chat_rise(before.losses, after.losses)
+
+        _, low, high = find_chat_rise(before.losses, after.losses)  # bounds are None of too few chats
         changes.append(
             BoundedChange(
                 text=name,
@@ -148,14 +149,14 @@ def find_broken_chats(run: RunDir, scores: Scores) -> list[ChatAnswer]:
     if not has_answers(scores):
         return []
     last = len(scores.rows) - 1
-    before, after = (
-        load_answers(find_stored_file(run, scores, row=row, kind=ANSWERS)).answers for row in (0, last)
-    )
-    return find_newly_broken(after, before)
+    base_answers = load_answers(find_stored_file(run, scores, row=0, kind=ANSWERS)).answers
+    last_answers = load_answers(find_stored_file(run, scores, row=last, kind=ANSWERS)).answers
+    return find_newly_broken(last_answers, base_answers)
 
 
 def find_stored_file(run: RunDir, scores: Scores, *, row: int, kind: str) -> Path:
-    """A file of chats that a row has. Raises ValueError where it is missing."""
+    """The file of a row with one of the measurements on chats: LOSSES, BASE_LOSSES or ANSWERS. Raises
+    ValueError where it is missing."""
     path = find_chat_file(run.path, scores.rows, row, kind)
     if not path.is_file():
         raise ValueError(f"{path} is missing; restore it from a backup")

@@ -242,8 +242,8 @@ class SharedDocuments:
 
 
 def find_shared_documents(corpora: Mapping[str, Corpus]) -> list[SharedDocuments]:
-    """The pairs of texts that share documents, those with most first. A document that several texts hold out
-    counts once."""
+    """The pairs of texts of which one holds out documents that the other trains on, those with most first. A
+    document that several texts hold out counts once, for the first of them."""
     names = list(corpora)
     held_out_keys = [corpora[name].keys("valid", "test") for name in names]
     train_keys = [corpora[name].keys("train") for name in names]
@@ -254,9 +254,9 @@ def find_shared_documents(corpora: Mapping[str, Corpus]) -> list[SharedDocuments
     text_of_position = np.repeat(np.arange(len(names)), [len(text_keys) for text_keys in held_out_keys])
     holders = text_of_position[first_positions]
 
-    counts = np.zeros((len(names), len(names)), np.int64)
+    counts = np.zeros((len(names), len(names)), np.int64)  # held out by the row, trained on by the column
     for column, text_keys in enumerate(train_keys):
-        # Where a key would be inserted among the held-out ones, it is, or it is not held out.
+        # The position at which a key would be inserted has the key itself, or it is not held out.
         positions = np.minimum(np.searchsorted(keys, text_keys), len(keys) - 1)
         is_held_out = keys[positions] == text_keys
         np.add.at(counts, (holders[positions[is_held_out]], column), 1)

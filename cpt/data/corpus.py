@@ -101,9 +101,11 @@ def write_corpus(source: DocumentSource, name: str, folder: Path) -> None:
     facts = content.facts
     np.save(folder / "splits.npy", content.splits)
     np.save(folder / "keys.npy", content.keys)
+
+    # The files above make a corpus; its facts are written last, with what the comparison finds in it.
     near_duplicates = NOTHING_HELD_OUT
     if source.held_out:
-        near_duplicates = compare_splits(Corpus(folder, facts), name, kind=source.form(name))
+        near_duplicates = compare_splits(Corpus(folder, facts), name, form=source.form(name))
     facts["near_duplicates"] = asdict(near_duplicates)
     (folder / "facts.json").write_text(json.dumps(facts))
 
@@ -123,28 +125,28 @@ def write_corpus(source: DocumentSource, name: str, folder: Path) -> None:
     )
 
 
-def compare_splits(corpus: Corpus, name: str, *, kind: str) -> NearDuplicates:
-    """Looks for near-duplicates of held-out documents, of at most MAX_HELD_OUT for each split at even
-    distances, among the training documents."""
+def compare_splits(corpus: Corpus, name: str, *, form: str) -> NearDuplicates:
+    """Looks for near-duplicates of held-out documents among the training documents, of at most MAX_HELD_OUT
+    for each split, at even distances. `form` is TEXT or EXAMPLES."""
     samples = []
     for split in ("valid", "test"):
         documents = corpus.documents(split)
         positions = np.unique(np.linspace(0, len(documents) - 1, MAX_HELD_OUT, dtype=int))
-        samples.append(compared_texts(documents.select(positions), kind))
+        samples.append(compared_texts(documents.select(positions), form))
     return count_near_duplicates(
         chain.from_iterable(samples),
-        compared_texts(corpus.documents("train"), kind),
+        compared_texts(corpus.documents("train"), form),
         name=name,
         num_training=corpus.facts["documents"]["train"],
         train_bytes=corpus.facts["bytes"]["train"],
     )
 
 
-def compared_texts(documents: Dataset, kind: str) -> Iterator[str]:
+def compared_texts(documents: Dataset, form: str) -> Iterator[str]:
     """The texts by which documents are compared: of examples what they ask about, without their prompt."""
     for begin in range(0, len(documents), BATCH_DOCUMENTS):
         for document in documents[begin : begin + BATCH_DOCUMENTS]["text"]:
-            if kind == EXAMPLES:
+            if form == EXAMPLES:
                 example = read_example(document)
                 begin_in_source, end_in_source = example.text_span
                 yield example.source[begin_in_source:end_in_source] or example.question

@@ -355,7 +355,8 @@ class ReplayPool:
         return np.array([key(self.seed, *self.stream_name, "rows", name) for name in self.texts], np.uint64)
 
     def locate(self, draws: np.ndarray) -> Samples:
-        """The samples of the draws with these numbers [B]."""
+        """The samples of the draws with these numbers [B], from 0: a function of the numbers and the seed, so
+        that any batch is found without the batches before it."""
         num_texts = len(self.texts)
         turns, positions_in_turn = np.divmod(draws, num_texts)
         turn_streams = sample_keys(key(self.seed, *self.stream_name, "turns"), turns)
@@ -366,7 +367,8 @@ class ReplayPool:
         if self.buffer_size is not None:
             num_stored = np.minimum(num_rows, int(self.buffer_size) // num_texts)
 
-        # A text gives one row in a turn, so that its epochs are counted in turns.
+        # A text gives one row in a turn, so that its epochs are counted in turns. An epoch shuffles the
+        # positions of what is stored; the shuffle of the buffer says which row is stored at a position.
         epochs, positions = np.divmod(turns, num_stored)
         epoch_streams = sample_keys(self.order_streams[text_indices], epochs)
         stored_positions = permute(positions, num_stored, stream=epoch_streams)

@@ -31,7 +31,7 @@ class GradientMask(nn.Module):
     `update`, and the optimizer's moments too; its step count is one for all rows of a parameter)."""
 
     static = False  # whether the factors are the same at every step of a domain
-    limits = False  # whether gradients are computed for some rows only, so that layers are handled one by one
+    limits_rows = False  # whether the backward pass of each layer computes gradients of some rows only
     comes_first = False  # whether it changes a step before the factors, which then limit the result
 
     def __init__(self, *, apply_to: str) -> None:
@@ -122,30 +122,39 @@ class StepSnapshot:
         self.mask = mask
         self.factor = factor
         self.previous = [(parameter, parameter.detach().clone()) for parameter in dict.fromkeys(parameters)]
-        self.state: dict[str, Tensor] | None = None
+        self.moments: dict[str, Tensor] | None = None  # before the step, by name
         if optimizer is not None and mask.apply_to == "frozen":
             parameter, _ = self.previous[0]
-            self.state = {name: value.clone() for name, value in find_moments(parameter, optimizer).items()}
+            self.moments = {name: value.clone() for name, value in find_moments(parameter, optimizer).items()}
 
     @torch.no_grad()
     def apply(self, optimizer: Optimizer, rounding: Rounding = TO_NEAREST) -> None:
+        """Corrects the step that the optimizer has made; `rounding` stores the corrected weights."""
         if self.factor is None:
-            steps = []
-            for parameter, old in self.previous:
-                steps.append((parameter, rounding.widen(parameter.detach()) - rounding.widen(old)))
-            cast(Constraint, self.mask).constrain(steps, optimizer)
-            for (parameter, step), (_, old) in zip(steps, self.previous, strict=True):
-                rounding.store(parameter, step.add_(old))
-            return
+            self.constrain_step(optimizer, rounding)
+        else:
+            self.scale_step(self.factor, optimizer, rounding)
 
-        parameter, old = self.previous[0]  # a factor is of one parameter
+    def constrain_step(self, optimizer: Optimizer, rounding: Rounding) -> None:
+        """Has the constraint change the steps of all parameters together."""
+        steps = []
+        for parameter, old in self.previous:
+            steps.append((parameter, rounding.widen(parameter.detach()) - rounding.widen(old)))
+        cast(Constraint, self.mask).constrain(steps, optimizer)
+        for (parameter, step), (_, old) in zip(steps, self.previous, strict=True):
+            rounding.store(parameter, step.add_(old))
+
+    def scale_step(self, factor: Tensor, optimizer: Optimizer, rounding: Rounding) -> None:
+        """Scales the step of the one parameter that the factor is of, and where they were copied the changes
+        of its moments."""
+        parameter, old = self.previous[0]
         weights = rounding.widen(parameter.detach())
-        scale_(weights, self.factor, start=rounding.widen(old))
+        scale_(weights, factor, start=rounding.widen(old))
         rounding.store(parameter, weights)
-        if self.state is not None:
+        if self.moments is not None:
             # Moments that the first step has just made were 0 before it.
             for name, value in find_moments(parameter, optimizer).items():
-                scale_(value, self.factor, start=self.state.get(name, torch.zeros_like(value)))
+                scale_(value, factor, start=self.moments.get(name, torch.zeros_like(value)))
 
 
 @contextmanager

@@ -56,11 +56,11 @@ class MagnitudeMask(GradientMask):
         super().__init__(apply_to=options.apply_to)
         self.options = options
         self.static = options.importance == "fisher"
-        self.limits = options.backend == "backward"
+        self.limits_rows = options.backend == "backward"
 
         # The layers, the rows of each within `sums` and `chosen`, and the buffers of their segments.
         self.maps: list[Projection] = []
-        self.slices: list[slice] = []
+        self.row_slices: list[slice] = []
         self.segment_buffers: list[str] = []
         self.hooks: list[RemovableHandle] = []
         self.row_gradients: list[RowGradients] = []
@@ -113,22 +113,22 @@ class MagnitudeMask(GradientMask):
 
     def allocate_rows(self, maps: list[Projection]) -> None:
         """Makes the buffers for the rows of some layers; the counts of those that had some stay, by name."""
-        # Looked up before `maps` and `slices` change: a layer that grows has other rows afterwards.
+        # Looked up before `maps` and `row_slices` change: a layer that grows has other rows afterwards.
         previous_counts = {}
-        for layer, rows in zip(self.maps, self.slices, strict=True):
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             previous_counts[layer.name] = self.chosen[rows]
 
         self.maps = maps
-        self.slices = []
+        self.row_slices = []
         num_rows = 0
         for layer in maps:
-            self.slices.append(slice(num_rows, num_rows + layer.outputs))
+            self.row_slices.append(slice(num_rows, num_rows + layer.outputs))
             num_rows += layer.outputs
         self.sums = nn.Buffer(torch.zeros(num_rows), persistent=False)
         self.chosen = nn.Buffer(torch.zeros(num_rows))
         if self.options.importance == "fisher":
             self.row_fisher = nn.Buffer(torch.zeros(num_rows))
-        for layer, rows in zip(self.maps, self.slices, strict=True):
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             if layer.name in previous_counts:
                 counts = previous_counts[layer.name]
                 self.chosen[rows][: len(counts)] = counts
@@ -137,7 +137,7 @@ class MagnitudeMask(GradientMask):
         for name in self.segment_buffers:
             delattr(self, name)
         segments_by_width: dict[int, list[Tensor]] = {}
-        for layer, rows in zip(self.maps, self.slices, strict=True):
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             for segment in layer.segments:
                 segments_by_width.setdefault(len(segment), []).append(segment + rows.start)
         self.segment_buffers = [f"segments{number}" for number in range(len(segments_by_width))]
@@ -145,24 +145,30 @@ class MagnitudeMask(GradientMask):
             self.register_buffer(name, torch.stack(segments), persistent=False)
 
     def register_hooks(self, model: PreTrainedModel) -> None:
-        """Hooks on the model and its layers, in place of earlier ones."""
+        """Hooks on the model and its layers, in place of earlier ones: they measure outputs, and with
+        `limits_rows` compute the gradients of chosen rows only."""
         for hook in self.hooks:
             hook.remove()
         for row_gradient in self.row_gradients:
             row_gradient.remove()
+
         self.hooks = [
             model.register_forward_pre_hook(self.begin_forward, with_kwargs=True),
             model.register_forward_hook(self.end_forward, always_call=True),
         ]
-        self.row_gradients = []
-        for layer, rows in zip(self.maps, self.slices, strict=True):
-            # In an encoder-decoder, a layer has the padding of the side whose tokens it reads.
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             measured = layer.module if layer.measured is None else layer.measured
+            # In an encoder-decoder, a layer has the padding of the side whose tokens it reads. A module that
+            # puts out rows of text only has none.
             side = None if isinstance(measured, TextRowsOutput) else find_token_side(model, layer.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, rows, side)))
-            if self.limits and layer.measured is None:
-                row_gradient = RowGradients(layer.module, axis=layer.axis, mask=self, rows=rows)
-                self.row_gradients.append(row_gradient)
+
+        self.row_gradients = []
+        if self.limits_rows:
+            for layer, rows in zip(self.maps, self.row_slices, strict=True):
+                if layer.measured is None:
+                    row_gradient = RowGradients(layer.module, axis=layer.axis, mask=self, rows=rows)
+                    self.row_gradients.append(row_gradient)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Counts and sums keep their 32 bits where the model has 16."""
@@ -183,7 +189,8 @@ class MagnitudeMask(GradientMask):
         self.text_masks = {}
 
     def record(self, rows: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Adds a layer's output in the model's own forward pass with gradients, or on an observed text."""
+        """Adds a layer's output in the model's own forward pass with gradients, or on an observed text.
+        `side` says whose padding is left out, SOURCE_TOKENS or TARGET_TOKENS; None if there is none."""
         text_mask = self.text_masks.get(side) if side else None
         if self.is_measuring and torch.is_grad_enabled():
             self.sums[rows] += sum_magnitudes(output, text_mask)
@@ -211,7 +218,7 @@ class MagnitudeMask(GradientMask):
                 model, importance_batches, objective=objective, estimator=self.options.estimator
             )
         names = {id(parameter): name for name, parameter in named_weights(model).items()}
-        for layer, rows in zip(self.maps, self.slices, strict=True):
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             importance = importances[names[id(layer.weight)]].float()
             self.row_fisher[rows] = full_tensor(importance.sum(1 - layer.axis))
 
@@ -267,7 +274,7 @@ class MagnitudeMask(GradientMask):
         self.chosen.add_(row_mask)
         self.steps.add_(1)
         self.sums.zero_()
-        for layer, rows in zip(self.maps, self.slices, strict=True):
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             yield layer.weight, row_mask[rows].unsqueeze(1 - layer.axis)
             if self.options.biases and layer.bias is not None:
                 yield layer.bias, row_mask[rows]
@@ -278,7 +285,7 @@ class MagnitudeMask(GradientMask):
         largest |h| on each, and |h| in the last of the widest layers, as shares of its sum."""
         shares = self.chosen / self.steps.clamp_min(1)
         diagnostics = {}
-        for layer, rows in zip(self.maps, self.slices, strict=True):
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             diagnostics[f"chosen/{layer.name}"] = shares[rows]
 
         # Each process has observed some of the texts.
@@ -295,14 +302,14 @@ class MagnitudeMask(GradientMask):
         diagnostics["texts"] = torch.tensor(texts)
 
         large = torch.stack([self.select(text_sums.to(self.sums)) for text_sums in sums]).cpu()
-        for layer, rows in zip(self.maps, self.slices, strict=True):
+        for layer, rows in zip(self.maps, self.row_slices, strict=True):
             num_shared = large[:, rows] @ large[:, rows].T  # [T, T] rows that are large on both texts
             counts = large[:, rows].sum(1)
             diagnostics[f"similarity/{layer.name}"] = num_shared / (counts[:, None] + counts - num_shared)
 
         max_width = max(layer.outputs for layer in self.maps)
         widest = [number for number, layer in enumerate(self.maps) if layer.outputs == max_width][-1]
-        widest_sums = sums[:MAX_DRAWN, self.slices[widest]]
+        widest_sums = sums[:MAX_DRAWN, self.row_slices[widest]]
         diagnostics[f"magnitudes/{self.maps[widest].name}"] = functional.normalize(widest_sums, p=1, dim=1)
         return diagnostics
 

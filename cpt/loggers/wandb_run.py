@@ -277,33 +277,20 @@ class Curves:
 
 
 def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
-    """As summary the headlines; in the config what it lacks: the name in comparisons, the resolved order,
-    texts and versions; end tasks, chats and divergences over the stages, tables, the report and its pictures.
-    The numbers come first: if a picture cannot be drawn, they are there."""
-    base_hash = read_base_hash(folder)
-    measured = find_conditions(scores) | {"base": base_hash or "unknown"}
-    name = label_run(scores.run)
-    description = describe_conditions(measured)
-    if base_hash:
-        description += f", base {base_hash}"
-    facts = {
-        "label": name,
-        "measured": description,
-        "conditions": measured,
-        "group": f"{name} | {description}",
-        "config_hash": scores.config_hash,
-        "texts": scores.texts,
-        "versions": scores.versions,
-        "needs_domain": scores.needs_domain,
-        "loading": scores.loading,
-    }
-    for key in ("order", "finished", "objective", "variant"):
-        facts[key] = scores.run[key]
-    run.config.update({"cpt": facts}, allow_val_change=True)
+    """Logs what is known of a run with scores. The numbers come first: if a picture cannot be drawn, they are
+    there.
+
+    config      what it lacks: the name in comparisons, the resolved order, texts, versions
+    summary     the headlines
+    points      of end tasks, chats and divergences over the stages
+    tables, the report if it is not too large, and pictures of it"""
+    run.config.update(
+        {"cpt": describe_scores(scores, base_hash=read_base_hash(folder))}, allow_val_change=True
+    )
     run.summary.update(frames.choose_headlines(scores))
 
-    points = frames.list_task_points(scores)
-    for point in (*points, *frames.list_chat_points(scores), *frames.list_divergence_points(scores)):
+    task_points = frames.list_task_points(scores)
+    for point in (*task_points, *frames.list_chat_points(scores), *frames.list_divergence_points(scores)):
         run.log(point)
     logged: dict[str, wandb.Table | wandb.Html] = {}
     for table_name, frame in frames.tabulate(scores).items():
@@ -313,6 +300,37 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
         logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log(logged)
 
+    pictures = draw_pictures(scores, has_endtasks=bool(task_points))
+    if pictures:
+        images = {name: Image.open(BytesIO(picture)) for name, picture in pictures.items()}
+        run.log({f"{name}_image": wandb.Image(image) for name, image in images.items()})
+
+
+def describe_scores(scores: Scores, *, base_hash: str) -> dict[str, Any]:
+    """What the config of a W&B run lacks; `base_hash` is "" where it is not known."""
+    conditions = find_conditions(scores) | {"base": base_hash or "unknown"}
+    label = label_run(scores.run)
+    measured = describe_conditions(conditions)
+    if base_hash:
+        measured += f", base {base_hash}"
+    facts = {
+        "label": label,
+        "measured": measured,
+        "conditions": conditions,
+        "group": f"{label} | {measured}",
+        "config_hash": scores.config_hash,
+        "texts": scores.texts,
+        "versions": scores.versions,
+        "needs_domain": scores.needs_domain,
+        "loading": scores.loading,
+    }
+    for key in ("order", "finished", "objective", "variant"):
+        facts[key] = scores.run[key]
+    return facts
+
+
+def draw_pictures(scores: Scores, *, has_endtasks: bool) -> dict[str, bytes]:
+    """Pictures of the report by name, as PNG; none of what the scores do not have."""
     pictures: dict[str, bytes] = {}
     matrices = frames.find_matrices(scores)
     if scores.rows:
@@ -320,8 +338,6 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
         pictures["stages"] = run_figures.draw_text_curves(scores, matrices["perplexity"])
     if any(scores.modules):
         pictures["modules"] = run_figures.draw_modules(scores)
-    if points:
+    if has_endtasks:
         pictures["endtasks"] = run_figures.draw_tasks("endtasks", matrices["endtasks"])
-    if pictures:
-        images = {name: Image.open(BytesIO(picture)) for name, picture in pictures.items()}
-        run.log({f"{name}_image": wandb.Image(image) for name, image in images.items()})
+    return pictures

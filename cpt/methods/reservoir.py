@@ -50,6 +50,8 @@ class Reservoir(nn.Module):
         pad: int | None = None,
         by_domain: bool = False,
     ) -> None:
+        """Empty slots for rows of `length` tokens; `width` features of an output, 0 to store none;
+        `precision` of the outputs, a key of PRECISIONS; `pad`, the id of padding, None without one."""
         super().__init__()
         source, target = objective.side_lengths(length)  # target: of the decoder, None without one
         self.seed = seed
@@ -66,7 +68,7 @@ class Reservoir(nn.Module):
         self.lengths = nn.Buffer(torch.zeros(samples, dtype=torch.int32))  # tokens per slot, 0: empty
         size = (samples, objective.max_scored(length), width)
         self.outputs = nn.Buffer(torch.zeros(size, dtype=PRECISIONS[precision]))
-        self.seen = nn.Buffer(torch.zeros(samples, dtype=torch.int64))
+        self.seen = nn.Buffer(torch.zeros(samples, dtype=torch.int64))  # by process: one has a slot at least
         if self.isolated:
             self.segments = nn.Buffer(torch.full((samples, source), PADDING, dtype=torch.int32))
         if by_domain:

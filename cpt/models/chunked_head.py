@@ -306,9 +306,9 @@ class _Sums(torch.autograd.Function):
 def differentiate(
     logits: ChunkedLogits, losses: Mapping[str, WeightedLoss], factors: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum of each loss, [losses], and the gradients of their sum with these factors [losses]: by the
-    hidden states and by each trained weight of the head, added up in at least 32 bits; None of what does not
-    require one."""
+    """The sum of each loss over all positions, [losses], and the gradients of the sum over losses of factor
+    times loss, with `factors` [losses]. They are a list: that of the hidden states [K, D], then that of each
+    trained weight of the head, added up in at least 32 bits; None of what does not require one."""
     weights = logits.head.trained
     totals = GradientTotals(find_matrix(logits.head))
     hidden_gradient = torch.empty_like(logits.hidden) if logits.hidden.requires_grad else None

@@ -110,8 +110,9 @@ class NarrowEmbedding(NarrowLayer, nn.Embedding):
         if self.plain_class is nn.Embedding:
             return rows
 
-        # A subclass may change the rows that it looks up, for example scale them. It looks these up by their
-        # numbers in a table of nothing else, where the id of its padding would be that of another row.
+        # A subclass may change the rows that it looks up, for example scale them. So its own forward pass
+        # looks them up again, in a table of these rows alone, where a row has its number in the batch as its
+        # id. The id of padding means another row there: it is taken away.
         table = cast(nn.Parameter, rows.flatten(0, -2))
         numbers = torch.arange(len(table), device=ids.device).view(ids.shape)
         narrow_weight = self.weight

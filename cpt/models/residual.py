@@ -104,7 +104,7 @@ class VocabularyTables:
 
 
 def find_tables(config: PretrainedConfig) -> VocabularyTables:
-    """The tables of the model of a config.json, which is built without storage."""
+    """The names of the vocabulary's tensors in the model of a config.json, which is built without storage."""
     model_class: type[PreTrainedModel] = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         model = model_class(config)

@@ -119,8 +119,9 @@ class RouterLoss:
         return output
 
     def terms(self, share: float | Tensor) -> dict[str, Tensor]:
-        """The losses of the recorded pass by name, scalars times their weights and the micro-batch's `share`
-        of a step's rows, relative to the mean; empty without a recorded router."""
+        """The losses of the recorded pass by name, scalars; empty without a recorded router. Each is
+        multiplied by its weight and by `share`: the rows of the micro-batch, relative to the mean over the
+        step's micro-batches. The recorded logits are given up."""
         if not self.logits:
             return {}
         terms = {}

@@ -197,13 +197,14 @@ def as_in_full(stored: StoredWeights, model: PreTrainedModel) -> StoredWeights:
     """The tensors of a quantized checkpoint as those of a plain one: without scales, and with the shapes that
     the model has where a tensor has as many numbers, two of 4 bits in a byte."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    prefix = f"{model.base_model_prefix}."
+    prefix = f"{model.base_model_prefix}."  # of the body, which files may have or leave out
     tensors = dict[str, Tensor]()
     for stored_name, tensor in stored.tensors.items():
         if QUANTIZATION_STATISTICS.search(stored_name):
             continue
         name = stored_name.removesuffix(PACKED_EXPERTS)
-        shape = shapes.get(name, shapes.get(prefix + name, shapes.get(name.removeprefix(prefix))))
+        model_names = (name, prefix + name, name.removeprefix(prefix))
+        shape = next((shapes[model_name] for model_name in model_names if model_name in shapes), None)
         has_packed_type = tensor.dtype in (torch.uint8, torch.int8)
         if shape is not None and has_packed_type and shape.numel() in (tensor.numel(), 2 * tensor.numel()):
             tensor = torch.empty(shape, device="meta")

@@ -97,29 +97,29 @@ def find_fault(skeleton: PreTrainedModel, trial: Callable[[PreTrainedModel], Non
 def try_model(
     model: PreTrainedModel,
     objective: Objective,
-    name: str,
+    objective_name: str,
     *,
     length: int,
     source: str,
     is_stand_in: bool = False,
 ) -> None:
-    """Raises ValueError for a model that does not run with an objective called `name` (masked, causal or
-    span), or whose tokens see what this objective hides or do not see what it needs. `source` names the model
+    """Raises ValueError for a model that does not run with an objective, which is called masked, causal or
+    span, or whose tokens see what this objective hides or do not see what it needs. `source` names the model
     in messages, as KEY=VALUE; rows of at most `length` tokens are tried. Of a stand-in, outputs that are not
     finite are no fault: its random weights are not those of the model."""
     try:
         row = draw_row(model, tokens=min(length, NUM_TOKENS))
         with torch.random.fork_rng(devices=[]):
-            run_in_training(model, objective, row, name, length=length)
+            run_in_training(model, objective, row, objective_name, length=length)
         with torch.no_grad(), set_mode(model, training=False):
-            fault = compare_attention(model, objective, row, name)
+            fault = compare_attention(model, objective, row, objective_name)
     except Exception as error:  # whatever a class raises for arguments that it does not take
         log.debug("The trial of %s failed", source, exc_info=error)
         if is_stand_in and isinstance(error, FloatingPointError):
             return
         raise ValueError(
-            f"{source} is invalid: {type(model).__name__} does not run with model.objective={name} "
-            f"({find_reason(error)}). Allowed: another model"
+            f"{source} is invalid: {type(model).__name__} does not run with "
+            f"model.objective={objective_name} ({find_reason(error)}). Allowed: another model"
         ) from error
     if fault:
         raise ValueError(f"{source} is invalid: {fault}")
@@ -145,11 +145,13 @@ def change_token(row: Tensor, position: int, model: PreTrainedModel) -> Tensor:
     return changed
 
 
-def make_batch(objective: Objective, rows: Tensor, name: str, *, target: Tensor | None = None) -> Batch:
+def make_batch(
+    objective: Objective, rows: Tensor, objective_name: str, *, target: Tensor | None = None
+) -> Batch:
     """A batch of rows [B, T] in which all positions are scored. `target` is a decoder's input, by default the
     rows. Where the objective isolates documents, each row is one document."""
     batch: Batch = {"input_ids": rows, "positions": torch.arange(rows.numel(), device=rows.device)}
-    if name == "span":
+    if objective_name == "span":
         batch["decoder_input_ids"] = rows if target is None else target
     if objective.isolated:
         batch["segments"] = torch.zeros_like(rows)
@@ -157,23 +159,23 @@ def make_batch(objective: Objective, rows: Tensor, name: str, *, target: Tensor 
 
 
 def run_in_training(
-    model: PreTrainedModel, objective: Objective, row: Tensor, name: str, *, length: int
+    model: PreTrainedModel, objective: Objective, row: Tensor, objective_name: str, *, length: int
 ) -> None:
     """Raises an error for a model whose outputs in train mode are not logits and hidden states of a row
     [1, T]. A class that is trained on rows of `length` tokens only, as Reformer, is tried on them."""
     try:
-        run_once(model, objective, row, name)
+        run_once(model, objective, row, objective_name)
     except Exception:  # whatever a class raises
         if row.shape[1] == length:
             raise
-        run_once(model, objective, draw_row(model, tokens=length), name)
+        run_once(model, objective, draw_row(model, tokens=length), objective_name)
 
 
-def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> None:
+def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, objective_name: str) -> None:
     """Raises an error for a model whose outputs in train mode, of the row twice in a batch and every third
     token scored, have other shapes than logits [K, V] and hidden states [2, T, D]."""
     rows = row.repeat(2, 1)  # contiguous, as batches are
-    batch = make_batch(objective, rows, name)
+    batch = make_batch(objective, rows, objective_name)
     batch["positions"] = torch.arange(0, rows.numel(), 3, device=row.device)
     with torch.no_grad(), set_mode(model, training=True):
         logits, hidden = objective.outputs(model, batch)
@@ -188,8 +190,9 @@ def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: st
         )
 
 
-def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> str:
-    """What is wrong with the tokens that each token sees, with what is allowed instead; "" if nothing is."""
+def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor, objective_name: str) -> str:
+    """What is wrong with the tokens that each token of a row [1, T] sees, with what is allowed instead; "" if
+    nothing is."""
     kind = f"a {model.config.model_type}"
     declared_keys = [key for key in ATTENTION_SETTINGS if hasattr(model.config, key)]
     settings = [f"{key}={format_value(getattr(model.config, key))}" for key in declared_keys]
@@ -197,34 +200,35 @@ def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor,
         kind += f" with {', '.join(settings)}"
     possible = find_objectives(model.config)
 
+    # Each is [T, …] of one side, by the ids [1, T] that this side reads.
     def outputs(tokens: Tensor) -> Tensor:
-        return objective.outputs(model, make_batch(objective, tokens, name))[0]
+        return objective.outputs(model, make_batch(objective, tokens, objective_name))[0]
 
     def decoder_outputs(tokens: Tensor) -> Tensor:
-        return objective.outputs(model, make_batch(objective, row, name, target=tokens))[0]
+        return objective.outputs(model, make_batch(objective, row, objective_name, target=tokens))[0]
 
     def encoder_outputs(tokens: Tensor) -> Tensor:
-        return objective.encode(model, make_batch(objective, tokens, name))[0]
+        return objective.encode(model, make_batch(objective, tokens, objective_name))[0]
 
     # A config says how a model attends, but not all models do what theirs says: so it is tried.
-    if name == "causal" and sees_ahead(outputs, row, model):
+    if objective_name == "causal" and sees_ahead(outputs, row, model):
         alternative = "model.objective=masked, or " if "masked" in possible else ""
         return (
             f"the tokens of {kind} see those that follow, which model.objective=causal predicts. "
             f"Allowed: {alternative}a causal decoder"
         )
-    if name == "masked" and not sees_ahead(outputs, row, model):
+    if objective_name == "masked" and not sees_ahead(outputs, row, model):
         alternative = "model.objective=causal, or " if "causal" in possible else ""
         return (
             f"the tokens of {kind} do not see those that follow, as model.objective=masked needs. "
             f"Allowed: {alternative}an encoder"
         )
-    if name == "span" and sees_ahead(decoder_outputs, row, model):
+    if objective_name == "span" and sees_ahead(decoder_outputs, row, model):
         return (
             f"the tokens of the decoder of {kind} see those that follow. "
             "Allowed: an encoder-decoder with a causal decoder"
         )
-    if name == "span" and not sees_ahead(encoder_outputs, row, model):
+    if objective_name == "span" and not sees_ahead(encoder_outputs, row, model):
         return (
             f"the tokens of the encoder of {kind} do not see those that follow. "
             "Allowed: an encoder-decoder whose encoder attends to both sides"

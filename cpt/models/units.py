@@ -171,7 +171,8 @@ def find_sublayers(
                 continue
             raise ValueError(f"{name} has a mixture of experts in place of a feed-forward network")
         feed_forward = linear_layers.feed_forward
-        # What is not a linear layer must not be overlooked: with it, nothing is identified.
+        # A matrix that is in no linear layer would be left out of the units: then there is no layer to
+        # identify them by, which `find_sublayer` refuses.
         outside = [*linear_layers.attentions, *linear_layers.mixers]
         if len(feed_forward) != count_matrices(block, name, outside=outside):
             feed_forward = []

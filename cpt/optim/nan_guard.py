@@ -90,10 +90,11 @@ class NanGuard(Callback):
         if scaler is None:
             return True
 
-        # With a scale below 1 the gradient itself is not finite: a lower scale does not help.
-        if scaler.get_scale() < 1:
+        # A gradient that is not finite at a scale below 1 is so at any scale: a lower one does not help.
+        is_norm_finite = math.isfinite(norm.item())
+        if not is_norm_finite and scaler.get_scale() < 1:
             self.end(f"the {GRADIENT} is {norm.item()} at {describe_position(trainer)}, at every scale")
-        return math.isfinite(norm.item())
+        return is_norm_finite
 
     def reject_step(self, trainer: Trainer, terms: Mapping[str, Tensor], norm: Tensor) -> None:
         """Has the current step skipped, or raises ValueError or RollbackError, as the policy says."""

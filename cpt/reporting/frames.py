@@ -310,33 +310,48 @@ def list_answer_means(scores: Scores) -> ReportedValues:
 def list_chats(scores: Scores) -> ReportedValues:
     """The loss on held-out chats and the measures of the answers by row, and their changes since the base.
     The last row in which they were measured has the plain key, the base `/base`."""
-    chats = scores.chats
-    losses = {"loss": ("nll", "rise"), "base_answer_loss": ("base_answer_nll", "base_answer_rise")}
-    for name, (nll_key, rise_key) in losses.items():
-        for stage, value in enumerate(chats.get(nll_key, ())):
-            if value is not None:
-                key = choose_chat_key(name, stage, chats[nll_key])
-                yield make_chat_value(scores, stage, name, value, unit="nats", key=key)
-        for stage, rise in enumerate(chats.get(rise_key, ())):
-            if rise is not None:
-                key = choose_chat_key(rise_key, stage, chats[rise_key])
-                mean, low, high = rise
-                yield make_chat_value(scores, stage, rise_key, mean, unit="nats", key=key, low=low, high=high)
+    yield from list_chat_losses(scores, "loss", nll_key="nll", rise_key="rise")
+    yield from list_chat_losses(
+        scores, "base_answer_loss", nll_key="base_answer_nll", rise_key="base_answer_rise"
+    )
+    yield from list_chat_answers(scores)
 
-    for stage, answers in enumerate(chats.get("answers", ())):
+
+def list_chat_losses(scores: Scores, name: str, *, nll_key: str, rise_key: str) -> ReportedValues:
+    """A loss on chats by row, called `name`, and its rise since the base; they are in `scores.chats` under
+    these keys."""
+    nll_by_row = scores.chats.get(nll_key, ())
+    for stage, nll in enumerate(nll_by_row):
+        if nll is not None:
+            key = choose_chat_key(name, stage, nll_by_row)
+            yield make_chat_value(scores, stage, name, nll, unit="nats", key=key)
+
+    rise_by_row = scores.chats.get(rise_key, ())
+    for stage, rise in enumerate(rise_by_row):
+        if rise is not None:
+            key = choose_chat_key(rise_key, stage, rise_by_row)
+            mean, low, high = rise
+            yield make_chat_value(scores, stage, rise_key, mean, unit="nats", key=key, low=low, high=high)
+
+
+def list_chat_answers(scores: Scores) -> ReportedValues:
+    """The measures of the answers to chats by row, their changes since the base, and how many answers are
+    broken that the base gives well."""
+    answers_by_row = scores.chats.get("answers", ())
+    for stage, answers in enumerate(answers_by_row):
         if answers is None:
             continue
         for measure, value in answers["measures"].items():
             unit = "tokens" if measure == "tokens" else "share"
-            key = choose_chat_key(measure, stage, chats["answers"])
+            key = choose_chat_key(measure, stage, answers_by_row)
             yield make_chat_value(scores, stage, measure, value, unit=unit, key=key)
         for measure, (mean, low, high) in answers["changes"].items():
             unit = "tokens" if measure == "tokens" else "share"
             name = f"{measure}/change"
-            key = choose_chat_key(name, stage, chats["answers"])
+            key = choose_chat_key(name, stage, answers_by_row)
             yield make_chat_value(scores, stage, name, mean, unit=unit, key=key, low=low, high=high)
         if answers["newly_broken"] is not None:
-            key = choose_chat_key("newly_broken", stage, chats["answers"])
+            key = choose_chat_key("newly_broken", stage, answers_by_row)
             yield make_chat_value(
                 scores, stage, "newly_broken", answers["newly_broken"], unit="answers", key=key
             )

@@ -198,8 +198,8 @@ def tabulate_pairs(section: RunSection) -> Block:
     values_by_group = find_group_values(section, FINAL.key)
     order_names = name_orders(section.runs)
     measured_pairs: set[Pair] = set()
-    for by_pair in values_by_group.values():
-        measured_pairs |= by_pair.keys()
+    for value_by_pair in values_by_group.values():
+        measured_pairs |= value_by_pair.keys()
     pairs = sorted(measured_pairs, key=lambda pair: (order_names[pair[0]], pair[1]))
     if len(pairs) < 2:
         return Block()
@@ -218,8 +218,8 @@ def tabulate_pairs(section: RunSection) -> Block:
 
     values = {}
     for group in section.groups:
-        by_pair = values_by_group.get(group.name, {})
-        values[group.name] = {titles[pair]: value for pair, value in by_pair.items() if pair in titles}
+        value_by_pair = values_by_group.get(group.name, {})
+        values[group.name] = {titles[pair]: value for pair, value in value_by_pair.items() if pair in titles}
     return make_heat_table(
         section, values, columns, title="Methods and seeds", lines=lines, is_comparable=has_final_model
     )
@@ -241,25 +241,25 @@ def make_heat_table(
     shades = []
     for group in section.groups:
         group_values = values[group.name]
-        row = [group.name]
+        texts = [group.name]
         for column in columns:
-            row.append(format_or_dash(group_values.get(column.key), column.format_value))
-        cells.append(row)
+            texts.append(format_or_dash(group_values.get(column.key), column.format_value))
+        cells.append(texts)
         shades.append([0] * len(columns))
 
     advantages = np.zeros((len(section.groups), len(columns)))
-    for number, group in enumerate(section.groups):
+    for row, group in enumerate(section.groups):
         for index, column in enumerate(columns):
             if is_comparable(group, column.key):
-                advantages[number, index] = find_advantage(section, group, values, column)
+                advantages[row, index] = find_advantage(section, group, values, column)
 
-    largest = np.abs(advantages).max(axis=0)
+    largest_by_column = np.abs(advantages).max(axis=0)
     if all(column.is_ratio for column in columns):  # of one measure
-        largest[:] = largest.max(initial=0.0)
+        largest_by_column[:] = largest_by_column.max(initial=0.0)
     for index, column in enumerate(columns):
-        scale = max(column.full_difference, largest[index])
-        for number in range(len(section.groups)):
-            shades[number][index] = choose_shade(advantages[number, index] / scale)
+        scale = max(column.full_difference, largest_by_column[index])
+        for row in range(len(section.groups)):
+            shades[row][index] = choose_shade(advantages[row, index] / scale)
 
     block = make_table(
         section,

@@ -116,6 +116,7 @@ def check_identifier(text: str, *, option: str) -> str:
 def decide_license(stated: Sequence[StatedLicense]) -> LicenseDecision:
     """The license of a model that was made from a base and texts. The base, if there is one, is the first of
     `stated`."""
+    # What keeps a decision from being made, the clearest obstacle first.
     missing = [license.source for license in stated if not license.identifier]
     if missing or not stated:
         return LicenseDecision(reason=f"no license is stated of {shorten_list(missing) or 'anything'}")

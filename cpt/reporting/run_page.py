@@ -282,7 +282,9 @@ def build_monitor_block(scores: Scores) -> Block:
 
     # An observer may report further columns, for example what a budget allowed and did.
     reports = [stage.get("budget", {}).get("report", {}) for stage in scores.monitor.values()]
-    titles = dict.fromkeys(title for report in reports for title in report)
+    titles: dict[str, None] = {}  # an ordered set
+    for report in reports:
+        titles.update(dict.fromkeys(report))
     head += titles
     for row, report in zip(cells, reports, strict=True):
         row += [report.get(title, MISSING) for title in titles]

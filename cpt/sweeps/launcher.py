@@ -232,7 +232,7 @@ class SubmititLauncher(JobLauncher):
                     reason="this machine has no sbatch and srun",
                     allowed="on a machine that has, or hydra/launcher=processes",
                 )
-            self.make_executor()
+            self.make_executor()  # refuses `parameters` that submitit does not know
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         submissions = SubmissionLog(Path(self.config.hydra.sweep.dir) / ".jobs" / "submitted.jsonl")
@@ -447,8 +447,8 @@ def run_all(
     with signal_handlers(SIGNALS, receive), logging_redirect_tqdm(), bar:
         try:
             while (waiting or running) and not received:
-                ended = [job for job in running if job.process.poll() is not None]
-                for job in ended:
+                ended_jobs = [job for job in running if job.process.poll() is not None]
+                for job in ended_jobs:
                     free.append(running.pop(job))
                     job.end()
                     progress.note_end(job)

@@ -400,17 +400,17 @@ class OptunaSweeper(Sweeper):
 
 
 def choose_endtasks(cfg: DictConfig, space: Mapping[str, Override], fixed: Sequence[str]) -> list[str]:
-    """The overrides of all trials, without end tasks whose scores are of test text. Raises ValueError if end
-    tasks are searched that the trials do not run."""
+    """The `fixed` overrides of all trials, without end tasks whose scores are of test text. Raises ValueError
+    if end tasks are searched that the trials do not run."""
     endtask: Any = cfg.get("endtask") or {}
     has_tasks = endtask.get("name", "none") != "none"
     is_on_dev = endtask.get("score_on") == "dev"
 
-    searched = next((key for key in space if key.startswith("endtask")), None)
-    if searched is not None and (searched == "endtask" or not (has_tasks and is_on_dev)):
+    searched_key = next((key for key in space if key.startswith("endtask")), None)
+    if searched_key is not None and (searched_key == "endtask" or not (has_tasks and is_on_dev)):
         raise InvalidOptionError(
-            searched,
-            space[searched].get_value_string(),
+            searched_key,
+            space[searched_key].get_value_string(),
             reason="trials run no end tasks",
             allowed="other options, or tasks with endtask.score_on=dev",
         )

@@ -81,14 +81,16 @@ class TuneSweeper(OptunaSweeper):
             from cpt.reporting.tuning import TunedMethod, write_tuning  # matplotlib: seconds
 
             lines = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
-            candidates, runs = self.read_candidates(lines)
+            candidates, final_lines = self.read_candidates(lines)
             self.params = {}
             results = {}
             for number, candidate in enumerate(candidates, start=1):
                 log.info("Method %d of %d: %s", number, len(candidates), candidate.label)
-                results[candidate.label] = self.search_candidate(candidate, runs, name=name)
+                results[candidate.label] = self.search_candidate(candidate, final_lines, name=name)
+            finals, failures = self.run_finals(candidates, results, final_lines, name=name)
 
-            finals, failures = self.run_finals(candidates, results, runs, name=name)
+            # Failed runs are planned, too: the page says how many of them a mean is over.
+            num_runs = math.prod(map(len, final_lines))  # of each candidate
             methods = []
             for candidate in candidates:
                 methods.append(
@@ -98,15 +100,14 @@ class TuneSweeper(OptunaSweeper):
                         default={key: format_value(value) for key, value in candidate.defaults.items()},
                         trials=results[candidate.label].trials,
                         runs=finals[candidate.label],
-                        num_planned=math.prod(map(len, runs)),
+                        num_planned=num_runs,
                     )
                 )
             folder = Path(self.config.hydra.sweep.dir)
             page = write_tuning(methods, folder / "tuning", metric, str(self.direction), self.n_trials)
             print(page, flush=True)
             if failures:
-                num_runs = len(candidates) * math.prod(map(len, runs))
-                run_count = count_noun(num_runs, "final run")
+                run_count = count_noun(len(candidates) * num_runs, "final run")
                 print(
                     f"cpt: {len(failures)} of {run_count} failed: {'; '.join(failures)}",
                     file=sys.stderr,
@@ -117,12 +118,13 @@ class TuneSweeper(OptunaSweeper):
         self,
         candidates: Sequence[Candidate],
         results: Mapping[str, SearchResult],
-        runs: Sequence[Sequence[str]],
+        final_lines: Sequence[Sequence[str]],
         *,
         name: str,
     ) -> tuple[dict[str, list[FinalRun]], list[str]]:
-        """Runs each candidate with its best values on test text; gives the final runs by candidate, and what
-        failed, in words."""
+        """Runs each candidate with its best values on test text, once for each combination of seeds and
+        orders (`final_lines`, as of `read_candidates`); gives the final runs by candidate, and what failed,
+        in words."""
         from cpt.reporting.tuning import FinalRun
 
         evaluation = ["domains.score_on=test"]
@@ -133,25 +135,26 @@ class TuneSweeper(OptunaSweeper):
         for candidate in candidates:
             best = results[candidate.label].best
             fixed = [*candidate.overrides, *best, f"name={quote(f'{name}/final')}"]
-            for run in itertools.product(*runs):
-                owners.append((candidate, " ".join(run or fixed)))
-                jobs.append([*fixed, *run, *evaluation])
+            for run_lines in itertools.product(*final_lines):
+                owners.append((candidate, " ".join(run_lines or fixed)))
+                jobs.append([*fixed, *run_lines, *evaluation])
         log.info("Starting %s on test text", count_noun(len(jobs), "final run"))
         returned: Sequence[JobReturn] = self.launcher.launch(jobs, 0)
         end_if_preempted(returned)
 
         finals: dict[str, list[FinalRun]] = {candidate.label: [] for candidate in candidates}
         failures = []
-        for (candidate, run_overrides), result in zip(owners, returned, strict=True):
+        for (candidate, run_label), result in zip(owners, returned, strict=True):
             value = result._return_value
             if isinstance(value, int | float):
                 finals[candidate.label].append(FinalRun.read(Path(str(result.working_dir)), value))
             else:
-                failures.append(f"{candidate.label} {run_overrides}: {value}")
+                failures.append(f"{candidate.label} {run_label}: {value}")
         return finals, failures
 
     def read_candidates(self, lines: Sequence[str]) -> tuple[list[Candidate], list[list[str]]]:
-        """The candidates, and the swept seeds and orders of the final runs."""
+        """The candidates, and the overrides of their final runs by key, [["seed=0", "seed=1"], ["order=a",
+        "order=b"]]: each combination is a run."""
         parser = OverridesParser.create(config_loader=self.loader)
         overrides = {override.get_key_element(): override for override in parser.parse_overrides(list(lines))}
         for key, override in overrides.items():
@@ -162,14 +165,14 @@ class TuneSweeper(OptunaSweeper):
                 )
 
         groups: list[list[str]] = []  # the choices of each swept config group
-        runs: list[list[str]] = []
+        final_lines: list[list[str]] = []
         searched: dict[str, Override] = {}
         fixed: list[str] = []
         for key, override in overrides.items():
             if not override.is_sweep_override():
                 line = str(override.input_line)
                 if key in self.averaged:  # one seed of the final runs
-                    runs.append([line])
+                    final_lines.append([line])
                 else:
                     fixed.append(line)
                 continue
@@ -178,7 +181,7 @@ class TuneSweeper(OptunaSweeper):
             if not override.is_interval_sweep():
                 lines_swept = [f"{key}={value}" for value in grid_values(override)]
             if key in ("seed", "order"):
-                runs.append(lines_swept)
+                final_lines.append(lines_swept)
             elif self.loader.get_group_options(key.lstrip("+").partition("@")[0]):
                 groups.append(lines_swept)
             elif len(lines_swept) == 1:
@@ -189,7 +192,7 @@ class TuneSweeper(OptunaSweeper):
         candidates = []
         for choices in itertools.product(*groups):
             candidates.append(self.make_candidate(fixed, choices, searched))
-        return candidates, runs
+        return candidates, final_lines
 
     def make_candidate(
         self, fixed: Sequence[str], choices: Sequence[str], searched: Mapping[str, Override]
@@ -213,9 +216,10 @@ class TuneSweeper(OptunaSweeper):
         )
 
     def search_candidate(
-        self, candidate: Candidate, runs: Sequence[Sequence[str]], *, name: str
+        self, candidate: Candidate, final_lines: Sequence[Sequence[str]], *, name: str
     ) -> SearchResult:
-        """Searches the values of a candidate on validation text."""
+        """Searches the values of a candidate on validation text, with the first seed and order of
+        `final_lines`. Without a space there are no trials, and no values."""
         if not candidate.space:
             log.info("Nothing to tune in %s: its final runs have the given values", candidate.label)
             return SearchResult([], [])
@@ -235,7 +239,10 @@ class TuneSweeper(OptunaSweeper):
         for line in candidate.overrides:
             if not line.lstrip("+~").startswith(tuple(unused_groups)):
                 fixed.append(line)
-        first_run = [lines[0] for lines in runs if lines[0].partition("=")[0] not in self.averaged]
+
+        # Of seeds and orders that each trial has all of (hydra.sweeper.seeds, orders), none is fixed.
+        first_lines = [lines[0] for lines in final_lines]
+        first_run = [line for line in first_lines if line.partition("=")[0] not in self.averaged]
         folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")
         space = [f"{key}={override.get_value_string()}" for key, override in candidate.space.items()]
 
@@ -255,7 +262,8 @@ class TuneSweeper(OptunaSweeper):
         trials = []
         for trial in study.get_trials(states=[states.COMPLETE, states.FAIL]):
             folders = study.user_attrs.get(f"{FOLDERS} {trial.number}", [])
-            is_resumed = bool(folders) and counted_folders >= set(folders)  # the runs of a failed trial
+            # A trial that was tried again has the runs of the failed one, which are counted there.
+            is_resumed = bool(folders) and counted_folders >= set(folders)
             flops = 0 if is_resumed else sum_flops(folders)
             counted_folders.update(folders)
 

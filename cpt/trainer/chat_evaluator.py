@@ -294,7 +294,8 @@ def score_chats(
     share: tuple[int, int],
 ) -> None:
     """Adds the loss of each chat in nats, summed over the tokens of its answers, to `losses`, by the index of
-    the chat: of the share of the batches that this process has. `on_batch_done` may raise Preempted."""
+    the chat. `share`, a rank and a number of processes, says which of the batches this process computes.
+    `on_batch_done` is called with the number of chats of a batch, and may raise Preempted."""
     # Chats of near length share a batch, which saves padding.
     lengths = [find_length(rows) for rows in rows_by_chat]
     by_length = sorted(range(len(rows_by_chat)), key=lengths.__getitem__)
@@ -322,9 +323,9 @@ def answer_chats(
     on_batch_done: Callable[[int], object],
     share: tuple[int, int],
 ) -> None:
-    """Adds what the model answers to `answers`, by the index of the chat: of the share of the batches that
-    this process has. `on_batch_done` is called with numbers of chats, also within a batch, and may raise
-    Preempted."""
+    """Adds the answers of the model to `answers`, by the index of the chat. `share`, a rank and a number of
+    processes, says which of the batches this process computes. An answer ends with the first of the token ids
+    `ends`. `on_batch_done` is called with numbers of chats, also within a batch, and may raise Preempted."""
     batches = generate_batches(
         model,
         tokenizer,
@@ -338,10 +339,11 @@ def answer_chats(
     for batch, output in batches:
         for index, row in zip(batch, output.tolist(), strict=True):
             end_positions = [position for position, token in enumerate(row) if token in ends]
-            ids = row[: end_positions[0] + 1] if end_positions else row
+            is_complete = bool(end_positions)
+            ids = row[: end_positions[0] + 1] if is_complete else row
             answers[index] = judge_answer(
                 chats[index].chat,
                 ids=ids,
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)).strip(),
-                complete=bool(end_positions),
+                complete=is_complete,
             )

@@ -538,7 +538,7 @@ def try_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> Cont
 
 def check_masks(plan: Plan, method: ContinualMethod) -> None:
     """Raises ValueError for a mask that works inside the backward pass of layers, if blocks are compiled."""
-    if plan.trainer.compile is True and any(mask.limits for mask in method.masks):
+    if plan.trainer.compile is True and any(mask.limits_rows for mask in method.masks):
         raise InvalidOptionError(
             "trainer.compile", True, context="with backend=backward", allowed="backend=hooks"
         )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from cpt.adapters.domain_store import find_domain_params, load_mapped
 from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sharded, shard_as
 from cpt.core.errors import FAILED_ALLOCATION, find_reason
-from cpt.core.files import hash_files, sync
+from cpt.core.files import ChecksumTable, hash_files, sync
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
 from cpt.core.shards import INDEX, ShardReader, read_index
 from cpt.core.tensors import NamedTensors, load_checked_state, load_tensors, save_state
@@ -167,9 +167,9 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
         remove_folders(path, except_for=folder)
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
-    """Writes sharded tensors to a new folder, each process its own rows; returns the hashes of its files.
-    Every process has to call it."""
+def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> ChecksumTable:
+    """Writes sharded tensors to a new folder, each process its own rows; returns the sizes and hashes of its
+    files. Every process has to call it."""
     if is_first_process():
         folder.mkdir(parents=True)
     barrier()
@@ -184,7 +184,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
         for file in (*folder.iterdir(), folder):
             sync(file)
     # Each process hashes its own files, which it has just written; all need the hashes of all.
-    sums: dict[str, Any] = {}
+    sums: ChecksumTable = {}
     for process_sums in gather_objects(hash_files(folder, files)):
         sums.update(process_sums)
     return sums

@@ -132,7 +132,8 @@ class WorkRecorder(OperationCounter):
         num_flops: int,
         moved_tensors: Sequence[Tensor],
     ) -> None:
-        """Adds a call; as a product it moves nothing, as its rate includes that."""
+        """Adds a call. Of a product the bytes are not counted: the rate at which products are computed has
+        them in it."""
         call = describe_call(
             func,
             args,

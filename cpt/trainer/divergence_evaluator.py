@@ -107,6 +107,8 @@ class DivergenceEvaluator(FileEvaluator):
             documents.update({text: values.cpu().numpy() for text, values in measured.items()})
             self.run.save_arrays(self.path(number), documents)
         barrier()  # the file is there for all
+
+        # What was read and estimated before is out of date.
         self.stored.pop(number, None)
         for text in measured:
             self.estimates.pop((number, text), None)

@@ -182,7 +182,8 @@ def count_stages(
     scores: Scores | None,
     texts: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Steps and tokens of the base and the stages, and what of them a run folder lacks."""
+    """Steps and tokens of the base and the stages, as plan=json prints them, and what of them a run folder
+    lacks (`left_…`). `scores` are None of a new run; `texts` is from `count_texts_of_run`."""
     stages = []
     stage_texts = [domain.texts for domain in data]
     num_rows = 0 if scores is None else len(scores.rows)
@@ -195,7 +196,8 @@ def count_stages(
             num_steps = data.steps(stage)
             num_tokens = count_stage_tokens(data, stage)
 
-        # A stage with a row is trained; of its row losses may be missing, as of texts that are asked for now.
+        # A stage with a row is trained. Its row may lack losses, as those of texts that only this start asks
+        # for.
         if scores is not None and number < num_rows:
             steps_left = 0
             missing_texts = find_missing_texts(run, scores, number, scored_texts)
@@ -236,27 +238,32 @@ def count_saved_steps(run: RunDir, number: int, stage: Domain) -> int:
 
 
 def count_stage_tokens(data: DomainSequence, stage: Domain) -> float:
-    """The tokens that the steps of a stage read, replayed ones included."""
+    """The tokens that the steps of a stage read, replayed ones included; by the mean length of the rows of
+    each text."""
+    batch_size = data.budget.batch_size
     past_texts = data.earlier_texts(stage)
-    replayed_share = 0.0
-    if data.replay.is_appended:
-        replayed_share = data.replay.general_ratio
-        if past_texts:
-            replayed_share = data.replay.past_ratio + data.replay.general_ratio
 
-    tokens_per_sample = 0.0  # times steps
+    # Of one sample of the batch, summed over steps: those on the stage's own texts, then those of recovery.
+    own_tokens = 0.0
     for num_steps, text in zip(data.steps_by_text(stage), stage.texts, strict=False):
-        tokens_per_sample += num_steps * data.train[text].tokens_per_row
+        own_tokens += num_steps * data.train[text].tokens_per_row
     past_sizes = [data.train[text].tokens_per_row for text in past_texts]
-    recovered = data.recovery_steps(stage) * sum(past_sizes) / max(1, len(past_sizes))
-    num_tokens = data.budget.batch_size * (tokens_per_sample * (1 + replayed_share) + recovered)
+    recovery_tokens = data.recovery_steps(stage) * sum(past_sizes) / max(1, len(past_sizes))
 
-    # Sources displace rows of the stage's own text, or are added to them.
-    num_own_rows = data.budget.batch_size * sum(data.steps_by_text(stage))
-    tokens_per_row = tokens_per_sample * data.budget.batch_size / max(1, num_own_rows)
+    # Replay that displaces samples of the batch changes nothing: its rows count as those of own text.
+    appended_share = 0.0
+    if data.replay.is_appended:
+        appended_share = data.replay.general_ratio
+        if past_texts:
+            appended_share = data.replay.past_ratio + data.replay.general_ratio
+    num_tokens = batch_size * (own_tokens * (1 + appended_share) + recovery_tokens)
+
+    # The rows of a source have a length of their own, that of the rows which they displace is subtracted.
+    num_own_rows = batch_size * sum(data.steps_by_text(stage))
+    tokens_per_row = own_tokens * batch_size / max(1, num_own_rows)
     for use in data.find_uses(stage):
-        displaced = 0.0 if data.replay.is_appended else tokens_per_row
-        num_tokens += use.draws * (data.mixed[use.name].text.row_lengths.mean() - displaced)
+        displaced_tokens = 0.0 if data.replay.is_appended else tokens_per_row
+        num_tokens += use.draws * (data.mixed[use.name].text.row_lengths.mean() - displaced_tokens)
     return num_tokens
 
 

@@ -66,7 +66,7 @@ class FileEvaluator(Evaluator):
 
     GROUP: str  # of the config
     KIND: str  # its field of the scores, and its folder
-    LABEL: str
+    LABEL: str  # of its progress bars
     contents: Mapping[str, str] = {}  # hashes of the data of each task, where a run's identity keeps them
 
     def __init__(
@@ -89,7 +89,8 @@ class FileEvaluator(Evaluator):
 
     @abstractmethod
     def measure_requests(self, number: int, requests: list[Any], device: torch.device, label: str) -> None:
-        """Measures requests, each process its share. Preempted may be raised meanwhile."""
+        """Measures requests after stage `number`, each process its share, and writes their files. Progress
+        bars have the `label`. Preempted may be raised meanwhile."""
 
     @abstractmethod
     def results(self, num_rows: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import platform
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,29 +134,41 @@ def check_validation_texts(base: Base, data: DomainSequence) -> None:
 
 
 def describe_text(name: str, corpora: Corpora, data: DomainSequence, *, score_on: str) -> dict[str, Any]:
-    """The facts of a text for scores.json; where there are any, `skipped`, {kind: number} of examples that
-    could not be used, and by split the share of unknown tokens and special tokens that the text spells."""
-    described = {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
-    skipped: Counter[str] = Counter()
-    parts = [described.pop("skipped", {})]
-    parts += [texts[name].skipped for texts in (data.train, data.validation, data.held_out) if name in texts]
-    for part in parts:
-        for kind, entry in part.items():
-            skipped[kind] += entry["count"]
+    """The facts of a text for scores.json. Where there are any, also `skipped`, the number of examples that
+    could not be used by kind, `unknown`, the share of unknown tokens by split, and `special_tokens`, how many
+    the text spells by split."""
+    corpus_facts = corpora.by_name[name].facts
+    described = {}
+    for key, fact in corpus_facts.items():
+        if key != "skipped":
+            described[key.replace("digest", "hash")] = fact
+
+    packed_texts = [texts[name] for texts in (data.train, data.validation, data.held_out) if name in texts]
+    skipped_while_read = corpus_facts.get("skipped", {})
+    skipped_while_packed = [text.skipped for text in packed_texts]
+    skipped = count_skipped([skipped_while_read, *skipped_while_packed])
+    if skipped:
+        described["skipped"] = skipped
 
     splits = {score_on: data.held_out[name]}
     if name in data.train:
         splits["train"] = data.train[name]
     unknown = {split: unknown_share(text) for split, text in splits.items() if unknown_share(text)}
-    spelled = {split: text.facts["spelled"] for split, text in splits.items() if text.facts.get("spelled")}
-
-    if skipped:
-        described["skipped"] = dict(skipped)
     if unknown:
         described["unknown"] = unknown
+    spelled = {split: text.facts["spelled"] for split, text in splits.items() if text.facts.get("spelled")}
     if spelled:
         described["special_tokens"] = spelled
     return described
+
+
+def count_skipped(facts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, int]:
+    """How many examples were skipped, by kind; `facts` are several `BadExamples.facts`."""
+    counts: Counter[str] = Counter()
+    for by_kind in facts:
+        for kind, entry in by_kind.items():
+            counts[kind] += entry["count"]
+    return dict(counts)
 
 
 def find_loss_conditions(plan: Plan, corpora: Corpora, base: Base, data: DomainSequence) -> dict[str, Any]:

@@ -271,7 +271,7 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     has_faster_teacher = isinstance(module.options, KDOptions) and module.options.teacher != "run"
     if has_faster_teacher and machine.precision in BF16:
         yield f"method.teacher: all is in 16 bits (trainer.precision={machine.precision})"
-    if num_micro_batches > 1 and any(mask.limits for mask in module.masks):
+    if num_micro_batches > 1 and any(mask.limits_rows for mask in module.masks):
         yield "the mask's backend=backward: later micro-batches of a step select rows too"
 
     is_sharded = options.strategy == "fsdp"

@@ -152,20 +152,23 @@ def is_source(sources: Tensor, index: int) -> bool:
 
 
 def remove_domain_modules(module: ContinualMethod, *, index: int, num_domains: int) -> None:
-    """Removes the modules of a domain, by its place in the order; those of later domains move up. The model
-    has the modules of the last domain that is left."""
+    """Removes the modules of the domain with this index in the order; those of later domains move up. The
+    model has the modules of the last domain that is left."""
     domain_params = module.domain_params
     assert domain_params is not None
     remaining = {}
     for stored_name, tensor in domain_params.named().items():
         number, _, name = stored_name.partition(":")
-        if int(number) == index:
+        owner = int(number)  # the index of the domain that has the tensor
+        if owner == index:
             continue
-        new_number = int(number) - int(int(number) > index)
-        remaining[f"{new_number}:{name}"] = tensor
+        new_owner = owner - 1 if owner > index else owner
+        remaining[f"{new_owner}:{name}"] = tensor
     domain_params.clear()
     domain_params.update(remaining)
-    domain_params.load_into(module.model, num_domains - 2)
+
+    num_remaining = num_domains - 1
+    domain_params.load_into(module.model, num_remaining - 1)
 
     if isinstance(module, CopyingMethod):
         module.sources = drop_source(module.sources, index)
@@ -174,7 +177,7 @@ def remove_domain_modules(module: ContinualMethod, *, index: int, num_domains: i
 
 
 def drop_source(sources: Tensor, index: int) -> Tensor:
-    """The sources of the domains that are left, by their new places.
+    """The sources of the domains that are left, by their new indices.
 
     >>> drop_source(torch.tensor([-1, 0, 0, 2]), 1)
     tensor([-1,  0,  1])

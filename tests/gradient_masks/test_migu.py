@@ -193,7 +193,7 @@ def test_the_rows_are_those_with_the_largest_outputs(family):
     for number in range(3):
         model(**{name: sequences[number][None] for name, sequences in rows.items()})
 
-    for layer, layer_rows in zip(mask.maps, mask.slices, strict=True):
+    for layer, layer_rows in zip(mask.maps, mask.row_slices, strict=True):
         layer_sums = sum(output.abs().sum((0, 1)) for output in outputs[layer.module])
         torch.testing.assert_close(sums[layer_rows], layer_sums, rtol=1e-4, atol=1e-5, msg=layer.name)
         expected = []

@@ -367,7 +367,7 @@ def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
         inner = inner * layer.router(x).float().softmax(-1).repeat_interleave(2, -1)
     names = [projection.name for projection in mask.maps]
     for half, outputs in (("A", inner), ("B", layer_output)):
-        rows = mask.slices[names.index(f"{name}.lora_{half}")]
+        rows = mask.row_slices[names.index(f"{name}.lora_{half}")]
         torch.testing.assert_close(mask.sums[rows], outputs.abs().sum((0, 1)), rtol=1e-4, atol=1e-4)
 
 

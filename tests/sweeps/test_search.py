@@ -426,7 +426,7 @@ def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
 
 
 def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched():
-    candidates, runs = read_candidates(
+    candidates, final_lines = read_candidates(
         "method=ewc,kd", "mask=none,migu", "optim.lr=tag(log,interval(1e-4,1e-2))", "seed=0,1", "order=1"
     )
     labels = [candidate.label for candidate in candidates]
@@ -434,7 +434,7 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     ewc, ewc_with_mask = candidates[:2]
     assert list(ewc_with_mask.space) == ["method.strength", "mask.migu.threshold", "optim.lr"]
     assert ewc.defaults == {"method.strength": 500.0, "optim.lr": 2e-3}
-    assert runs == [["seed=0", "seed=1"]]
+    assert final_lines == [["seed=0", "seed=1"]]
     assert ewc.overrides == ["order=1", "method=ewc", "mask=none"]
 
     # A value that is given is no part of the space; the space itself can be given, too.

@@ -40,6 +40,24 @@ def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(
     assert steps == saved_steps
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_float16_makes_every_step_whose_gradient_is_finite(scale):
+    guard = NanGuard()
+    scaler = SimpleNamespace(get_scale=lambda: scale)
+    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler), global_step=3)
+    trainer.datamodule = SimpleNamespace(domain=SimpleNamespace(name="law"))
+    guard.add_losses({"lm": torch.tensor(2.0)})
+    assert guard.allows(trainer, torch.tensor(0.25))
+
+    # The scaler skips the step and halves its scale, which ends where no scale helps.
+    guard.add_losses({"lm": torch.tensor(2.0)})
+    if scale < 1:
+        with pytest.raises(ValueError, match="norm of the gradient is inf at step 3 of law, at every scale"):
+            guard.allows(trainer, torch.tensor(torch.inf))
+    else:
+        assert not guard.allows(trainer, torch.tensor(torch.inf))
+
+
 @pytest.mark.parametrize(
     ("device", "bf16", "stored", "chosen"),
     [

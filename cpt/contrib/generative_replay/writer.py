@@ -595,8 +595,9 @@ class ExampleWriter(TextWriter):
         return []
 
     def write_rows(self, folder: Path, job: WritingJob) -> dict[str, Any]:
-        """Writes the rows of the valid examples: each as it is asked, and as it is written, so that the model
-        can still write it later; returns counts."""
+        """Writes two rows of each valid example that is replayed: as it is asked, and as it was written, so
+        that the model can still write it in a later domain. Returns `count_texts` with `invalid`, the number
+        of samples that are no example of the task."""
         source = sample_file(folder, job.text, "jsonl")
         choices = self.read_memory(job.text)
         pairs = []  # of rows, by sample; empty for one that is invalid
@@ -621,7 +622,8 @@ class ExampleWriter(TextWriter):
         path = sample_file(folder, job.text, "arrow")
         tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)
 
-        num_invalid = int((~is_valid[num_replayed >= 0]).sum())
+        is_counted = num_replayed >= 0  # not after the tokens to write
+        num_invalid = int((~is_valid[is_counted]).sum())
         facts = count_texts(source, num_replayed) | {"invalid": num_invalid}
         if num_invalid:
             num_generated = facts["texts"] + facts["left_out"]
@@ -749,10 +751,12 @@ def choose_texts(
     is_valid: Array | bool = True,
     is_cut: bool = False,
 ) -> Array:
-    """How many tokens are replayed of each sample, [n], `tokens_to_replay` in all at most: of the first that
-    come to `tokens_to_write` the valid ones, of the lowest nll where some are to be left out (0); -1 of the
-    samples after them, so that a larger block changes nothing. With `is_cut` the last one is cut to the
-    budget."""
+    """How many tokens are replayed of each sample, [n], at most `tokens_to_replay` in all.
+
+    Of the first samples, until they have `tokens_to_write` tokens, the valid ones are replayed: those of the
+    lowest nll if more are written than are replayed. The rest of them have 0. Samples after them have -1, so
+    that a larger block, which writes more of them, changes nothing. With `is_cut` the last one that is
+    replayed is cut to the budget."""
     is_counted = np.cumsum(sizes) - sizes < tokens_to_write
     order = np.flatnonzero(is_counted & is_valid)
     if tokens_to_write > tokens_to_replay:

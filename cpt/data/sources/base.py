@@ -224,9 +224,10 @@ class Source(Options, ABC):
         return chosen
 
     def group_names(self) -> dict[str, list[str]]:
-        """The domains before `only`, each with the names whose text it has: the names as they are; M2D2's
-        fine domains; or the coarse ones, joined of their fine ones, or the coarse name where there are
-        none."""
+        """The domains before `only`, each with the names whose text it has. Without `by` these are the names
+        themselves. Else they are names of M2D2: `fine` leaves those of fine domains; `coarse` joins the fine
+        domains of each coarse one, and takes the text of the coarse one itself only where it has no fine
+        ones."""
         if self.by is None:
             return {name: [name] for name in self.names}
         parsed = [(name, *parse_name(name)) for name in self.names]
@@ -238,7 +239,7 @@ class Source(Options, ABC):
             if fine is not None:
                 groups.setdefault(coarse, []).append(name)
         for name, coarse, fine in parsed:
-            if fine is None:  # the text of a coarse domain, which its fine ones replace
+            if fine is None:
                 groups.setdefault(coarse, [name])
         return dict(sorted(groups.items()))
 

@@ -141,8 +141,9 @@ class Texts(Source):
             log.warning(message, ", ".join(split_names[:MAX_SHOWN]))
 
     def find_files(self, order: Sequence[str]) -> dict[Path, list[Path]]:
-        """The text files of the folders of domains and general text. Raises ValueError for a folder without
-        text, and for files that are not text: the message leaves out all kinds of them in all folders."""
+        """The text files of the folders of domains and general text, by folder. Raises ValueError for a
+        folder without text, and for files that are not text. The message has the option that leaves these
+        out: of unknown kinds all in all folders, so that they are asked about once."""
         files: dict[Path, list[Path]] = {}
         unknown_kinds: list[Path] = []
         for name in (*order, GENERAL):
