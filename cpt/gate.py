@@ -267,8 +267,8 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
         unmeasured.append("answers to chats")
 
     # The page is not part of what is released.
-    outputs = run.find_damaged_outputs(full=True)
-    damage = [line for line in outputs if not line.startswith("report.")]
+    damaged_outputs = run.find_damaged_outputs(full=True)
+    damage = [line for line in damaged_outputs if not line.startswith("report.")]
     return Judgement(
         last_row=last,
         start_row=earlier[start_row],

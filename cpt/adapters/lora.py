@@ -499,10 +499,12 @@ def subtract_start(
 ) -> dict[str, Tensor]:
     """Adapters that add to the base what `weights` add to weights from which their `start` was taken (PiSSA):
     B A - B_0 A_0 = [B, -B_0] [A; A_0]. All are by the names of parameters."""
+    names = {id(model.get_parameter(name)): name for name in weights}
     differences = dict(weights)
     for layer in lora_layers(model).values():
-        newest = {id(parameter) for parameter in factors_of(layer)}
-        name_of_a, name_of_b = (name for name in weights if id(model.get_parameter(name)) in newest)
+        a, b = factors_of(layer)
+        name_of_a = names[id(a)]
+        name_of_b = names[id(b)]
         differences[name_of_a] = torch.cat([weights[name_of_a], start[name_of_a]])
         differences[name_of_b] = torch.cat([weights[name_of_b], -start[name_of_b]], dim=1)
     return differences

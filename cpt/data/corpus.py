@@ -278,8 +278,8 @@ def describe_splits(
 
 def count_contradicted(keys: np.ndarray, answers: np.ndarray) -> int:
     """How many questions have several answers; `answers` is empty for text."""
-    different = np.unique(np.stack([keys[: len(answers)], answers]), axis=1)
-    _, num_answers = np.unique(different[0], return_counts=True)
+    pairs = np.unique(np.stack([keys[: len(answers)], answers]), axis=1)  # [2, n]: each once
+    _, num_answers = np.unique(pairs[0], return_counts=True)
     return int((num_answers > 1).sum())
 
 

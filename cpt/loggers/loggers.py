@@ -46,7 +46,8 @@ class LongCSV(Logger):
     """metrics.csv with the columns step, name, value, which a resumed run appends to, other than Lightning's
     CSVLogger. Of two lines with one step and name, the later one counts."""
 
-    name, version = "csv", ""
+    name = "csv"
+    version = ""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

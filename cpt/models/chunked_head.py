@@ -432,16 +432,20 @@ def run_model(
     use: Callable[[Logits], Result],
     max_logits: int | None = None,
 ) -> tuple[Result, Tensor]:
-    """What becomes of the logits [K, V] at K positions of the flattened inputs [B, T], and the last hidden
-    states [B, T, D] at all; the decoder's, where there is one."""
+    """Runs a model, and calls `use` with its logits [K, V] at K positions of the flattened inputs [B, T].
+    Returns what `use` gives, and the last hidden states [B, T, D] at all positions; the decoder's, where
+    there is one.
+
+    More than `max_logits` numbers (None: MAX_LOGITS) are not in memory at once: then `use` gets
+    ChunkedLogits, within the forward pass, between the body and the head."""
     max_rows = count_chunk_positions(count_head_entries(model), max_logits)
     if len(positions) <= max_rows:
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
         return use(WholeLogits(logits, hidden)), hidden
 
     arguments = {**inputs, **cache_arguments(model)}
-    stacks: dict[nn.Module, type] = {}
-    hidden_states: list[Tensor] = []
+    stacks: dict[nn.Module, type] = {}  # encoder and decoder, or the body, with the classes of their outputs
+    hidden_states: list[Tensor] = []  # one entry, as `results`: the hooks below append them
     results: list[Result] = []
 
     def record_encoder(module: nn.Module, args: Any, output: Any) -> None:

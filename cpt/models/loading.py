@@ -151,6 +151,8 @@ def choose_objective(
     isolated: bool,
     mixes_chats: bool,
 ) -> Objective:
+    """What `make_objective` makes, before its limit of logits: an objective of questions with `answers`, else
+    of raw text, which a decoder may mix with chats."""
     name = resolve_objective(options.objective, config)
     check_packing(name, isolated=isolated, answers=answers)
     padding = padding_id(tokenizer)

@@ -87,6 +87,7 @@ class ShardLoader:
         prefix = model.base_model_prefix
         for key in slices:
             name, converter = rename_source_key(key, renamings, converters, prefix, state)
+            # As transformers does: a key that the model itself has is not renamed, only prefixed.
             if name not in state and key in state:
                 name, converter = rename_source_key(key, [], [], prefix, state)
             self.sources.setdefault(name, []).append(key)
@@ -145,14 +146,15 @@ class ShardLoader:
 
     def are_equal(self, first: str, second: str) -> bool:
         """Whether the files have the same values of two weights; each process compares a part."""
-        tensors = [self.find_slice(name) for name in (first, second)]
-        shape, other_shape = [tensor.get_shape() for tensor in tensors]
-        if shape != other_shape:
+        first_slice = self.find_slice(first)
+        second_slice = self.find_slice(second)
+        shape = first_slice.get_shape()
+        if shape != second_slice.get_shape():
             return False
         rank, world = rank_and_world()
         begin = shape[0] * rank // world
         end = shape[0] * (rank + 1) // world
-        return all(gather_objects(torch.equal(tensors[0][begin:end], tensors[1][begin:end])))
+        return all(gather_objects(torch.equal(first_slice[begin:end], second_slice[begin:end])))
 
     def find_slice(self, name: str) -> Any:
         """What reads a weight that the files have as it is."""

@@ -238,13 +238,11 @@ def read_chat_answers(folder: Path, scores: Scores) -> list[tuple[ChatAnswer, Ch
     if not asked_rows or asked_rows[0] != 0:
         return []
     try:
-        before, after = (
-            load_answers(find_chat_file(folder, scores.rows, row, ANSWERS)).answers
-            for row in (0, asked_rows[-1])
-        )
+        base_answers = load_answers(find_chat_file(folder, scores.rows, 0, ANSWERS)).answers
+        last_answers = load_answers(find_chat_file(folder, scores.rows, asked_rows[-1], ANSWERS)).answers
     except (FileNotFoundError, ValueError):
         return []
-    return list(zip(before, after, strict=False))
+    return list(zip(base_answers, last_answers, strict=False))
 
 
 def format_chat_answers(pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> Cells:

@@ -196,6 +196,7 @@ def draw_training(training: Mapping[str, DataFrame], stages: Mapping[str, Border
     for table in training.values():
         measured_terms |= set(table.columns)
     terms = [term for term in CURVES if term in measured_terms]
+    # The losses of single parts of the batch share a panel below the loss of the whole.
     part_terms = sorted(term for term in measured_terms if term.startswith(PART_PREFIX))
     if part_terms:
         terms.insert(1, PART_PREFIX)

@@ -294,8 +294,8 @@ def separate_folders(jobs: Sequence[Job]) -> None:
         for job in sharing:
             hydra = job.config.hydra
             overrides = as_written(hydra.overrides.task)
-            order, seed = job.config.order, job.config.seed
-            identities.append(RunIdentity(overrides, str(hydra.runtime.choices.method), order, seed))
+            method = str(hydra.runtime.choices.method)
+            identities.append(RunIdentity(overrides, method, job.config.order, job.config.seed))
         if any(identity.name() != folder.name for identity in identities):
             raise InvalidOptionError(
                 "hydra.run.dir",

@@ -126,9 +126,8 @@ def find_step_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, int]
         memory[BUCKETS] = gradients
 
     # Copies of the trained weights, which are as large as their gradients.
-    num_copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")
-    if num_copies:
-        memory[GOING_BACK] = gradients * num_copies
+    if plan.num_weight_copies:
+        memory[GOING_BACK] = gradients * plan.num_weight_copies
     return memory
 
 

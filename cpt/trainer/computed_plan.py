@@ -82,9 +82,8 @@ USES = (  # in the order of the table
 )
 
 
-def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
-    """What a run needs on devices of a kind, as plan=json prints it; `cause` says why it is computed. Raises
-    ValueError for a plan that cannot be run or simulated."""
+def check_computable(plan: Plan) -> None:
+    """Raises ValueError for what takes other operations with other weights: weights are not read."""
     if plan.loss is not None and plan.needs_reference:
         raise InvalidOptionError(
             "loss._target_",
@@ -101,6 +100,12 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
             reason="how many tokens it writes depends on the values of weights",
             allowed="plan=true on a machine with the weights",
         )
+
+
+def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
+    """What a run needs on devices of a kind, as plan=json prints it; `cause` says why it is computed. Raises
+    ValueError for a plan that cannot be run or simulated."""
+    check_computable(plan)
     # A library that is missing here may be installed on the machine of the run.
     optimizer_kind = KINDS.get(plan.optim.target)
     if optimizer_kind is None or optimizer_kind.is_installed:

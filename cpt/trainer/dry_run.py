@@ -309,17 +309,24 @@ def extrapolate_costs(
 def estimate_seconds(
     plan: Plan, stages: Sequence[dict[str, Any]], profiles: Sequence[Profile], world_size: int
 ) -> dict[str, float]:
-    """Seconds that are left, by what they are spent on; of checkpoints with the optimizer's state."""
-    training = around_domains = checkpoints = evaluation = 0.0
+    """Seconds that are left, by what they are spent on."""
+    training = 0.0
+    around_domains = 0.0
+    checkpoints = 0.0
+    evaluation = 0.0
     for stage, profile in zip(stages, profiles, strict=True):
         evaluation += stage["left_read_tokens"] * profile.token_s / world_size
         num_steps = stage["left_steps"]
-        if num_steps:
-            num_checkpoints = 1 + num_steps // plan.trainer.checkpoint_every_n_steps
-            training += num_steps * profile.step_s
-            around_domains += profile.around_s
-            checkpoint_s = profile.save_s * (1 + profile.memory["optimizer state"] / profile.file)
-            checkpoints += profile.save_s + num_checkpoints * checkpoint_s
+        if num_steps == 0:
+            continue
+        training += num_steps * profile.step_s
+        around_domains += profile.around_s
+
+        # The stage file was timed. A checkpoint within the stage has the optimizer's state, too: it takes
+        # longer by its bytes.
+        checkpoint_s = profile.save_s * (1 + profile.memory["optimizer state"] / profile.file)
+        num_checkpoints = 1 + num_steps // plan.trainer.checkpoint_every_n_steps
+        checkpoints += profile.save_s + num_checkpoints * checkpoint_s
     return {
         "training": training,
         "around domains": around_domains,

@@ -98,6 +98,13 @@ class Plan(Sections):
         return self.divergence is not None or self.observer.needs_divergence
 
     @property
+    def num_weight_copies(self) -> int:
+        """How many copies of the trained weights a stage keeps in memory, to go back to."""
+        if self.observer.weight_copies == 0 and self.monitor.keep == "best":
+            return 1
+        return self.observer.weight_copies
+
+    @property
     def evaluation_groups(self) -> list[str]:
         """The config groups of what is measured in addition to the losses."""
         groups = []

@@ -327,17 +327,18 @@ def estimate_memory(
     """Bytes of a process in a stage, by use; `profiles` are measured, `extended` those of all stages."""
     is_sharded = plan.trainer.strategy == "fsdp"
     num_shards = world_size if is_sharded else 1
-    # Of the weights, to go back to.
-    num_copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")
-
-    measured = profiles[min(number, len(profiles) - 1)]
     memory = {use: num_bytes // num_shards for use, num_bytes in extended[number].memory.items()}
     offloaded = memory.pop("offloaded")
+
+    # What a step needs in addition to what is there between steps, as the last profiled stage needed it.
+    measured = profiles[min(number, len(profiles) - 1)]
+    between_steps = sum(measured.memory.values()) - measured.memory["offloaded"]
+    memory["logits and loss"] = min(measured.loss, measured.peak - between_steps)
+    memory["activations and rest"] = measured.peak - between_steps - memory["logits and loss"]
+
+    # The trained weights, and the buckets in which DDP reduces gradients, have the bytes of the gradients.
     gradients = memory["gradients"]
-    measured_on_device = sum(measured.memory.values()) - measured.memory["offloaded"]
-    memory["logits and loss"] = min(measured.loss, measured.peak - measured_on_device)
-    memory["activations and rest"] = measured.peak - measured_on_device - memory["logits and loss"]
-    memory["saved weights"] = gradients * num_copies
+    memory["saved weights"] = gradients * plan.num_weight_copies
     memory["gradient buckets"] = gradients if world_size > 1 and not is_sharded else 0
     return memory | {"peak": sum(memory.values()), "offloaded": offloaded}
 
