@@ -73,7 +73,7 @@ def build_method(
         trial = partial(
             try_model,
             objective=base.objective,
-            name=base.objective_name,
+            objective_name=base.objective_name,
             length=base.length,
             source=source,
         )
