@@ -190,7 +190,7 @@ class MagnitudeMask(GradientMask):
 
     def record(self, rows: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
         """Adds a layer's output in the model's own forward pass with gradients, or on an observed text.
-        `side` says whose padding is left out, SOURCE_TOKENS or TARGET_TOKENS; None if there is none."""
+        `side` says whose padding is left out, SOURCE_TOKENS or TARGET_TOKENS; None: no padding."""
         text_mask = self.text_masks.get(side) if side else None
         if self.is_measuring and torch.is_grad_enabled():
             self.sums[rows] += sum_magnitudes(output, text_mask)

@@ -310,14 +310,14 @@ def list_answer_means(scores: Scores) -> ReportedValues:
 def list_chats(scores: Scores) -> ReportedValues:
     """The loss on held-out chats and the measures of the answers by row, and their changes since the base.
     The last row in which they were measured has the plain key, the base `/base`."""
-    yield from list_chat_losses(scores, "loss", nll_key="nll", rise_key="rise")
-    yield from list_chat_losses(
+    yield from list_chat_loss_values(scores, "loss", nll_key="nll", rise_key="rise")
+    yield from list_chat_loss_values(
         scores, "base_answer_loss", nll_key="base_answer_nll", rise_key="base_answer_rise"
     )
-    yield from list_chat_answers(scores)
+    yield from list_chat_answer_values(scores)
 
 
-def list_chat_losses(scores: Scores, name: str, *, nll_key: str, rise_key: str) -> ReportedValues:
+def list_chat_loss_values(scores: Scores, name: str, *, nll_key: str, rise_key: str) -> ReportedValues:
     """A loss on chats by row, called `name`, and its rise since the base; they are in `scores.chats` under
     these keys."""
     nll_by_row = scores.chats.get(nll_key, ())
@@ -334,7 +334,7 @@ def list_chat_losses(scores: Scores, name: str, *, nll_key: str, rise_key: str) 
             yield make_chat_value(scores, stage, rise_key, mean, unit="nats", key=key, low=low, high=high)
 
 
-def list_chat_answers(scores: Scores) -> ReportedValues:
+def list_chat_answer_values(scores: Scores) -> ReportedValues:
     """The measures of the answers to chats by row, their changes since the base, and how many answers are
     broken that the base gives well."""
     answers_by_row = scores.chats.get("answers", ())
