@@ -113,6 +113,18 @@ class Corpora:
         )
 
     @property
+    def trained_examples(self) -> dict[str, Corpus]:
+        """The corpora of examples that are trained on, by the name that messages have for them."""
+        examples = {}
+        for name, corpus in self.by_name.items():
+            if self.encoding is not None and name != GENERAL:
+                examples[name] = corpus
+        for name, part in self.mixed.items():
+            if part.options.has_chats:
+                examples[f"replay.sources.{name}"] = part.corpus
+        return examples
+
+    @property
     def mixes_chats(self) -> bool:
         """Whether chats are mixed into raw text."""
         return self.encoding is None and any(part.options.has_chats for part in self.mixed.values())

@@ -2,6 +2,7 @@
 checkpoint brings is never run."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -30,7 +31,7 @@ from transformers.models.auto import modeling_auto
 from cpt.core.distributed import gather_objects, is_sharded, to_local
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import count_noun
+from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
@@ -331,7 +332,7 @@ def load_model(
         model.__class__ = type(model).__base__
     adapter = find_adapter(checkpoint)
     if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
+        model = merge_adapter(model, adapter, checkpoint=checkpoint)
     if is_quantized:  # NaN would have become numbers
         weight_files = find_weight_files(str(checkpoint), config)
         check_finite_names(find_non_finite(weight_files), checkpoint)
@@ -451,6 +452,35 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
             allowed="a copy with one of them merged (peft's merge_and_unload)",
         )
     return configs[0].parent if configs else None
+
+
+def merge_adapter(model: PreTrainedModel, adapter: Path, *, checkpoint: str | Path) -> PreTrainedModel:
+    """A model with the weights of an adapter of peft in its folder merged. Raises ValueError for one that is
+    of another model."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
+            adapted = PeftModel.from_pretrained(model, adapter)
+            report = adapted.load_adapter(adapter, adapted.active_adapter)
+        merged: PreTrainedModel = adapted.merge_and_unload()
+    except Exception as error:  # shapes, names of layers, options: classes of peft, torch and safetensors
+        raise refuse_adapter(checkpoint, adapter, find_reason(error)) from error
+    if report.missing_keys:
+        raise refuse_adapter(checkpoint, adapter, f"it lacks {abbreviate(report.missing_keys)}")
+    if report.unexpected_keys:
+        unused = abbreviate(report.unexpected_keys)
+        raise refuse_adapter(checkpoint, adapter, f"the model has no place for {unused}")
+    return merged.requires_grad_(True)
+
+
+def refuse_adapter(checkpoint: str | Path, adapter: Path, reason: str) -> InvalidOptionError:
+    """The error of an adapter in a checkpoint's folder that cannot be merged."""
+    return InvalidOptionError(
+        "model.name_or_path",
+        checkpoint,
+        reason=f"its adapter {adapter.name} cannot be merged: {reason}",
+        allowed=f"a whole adapter of this model in {adapter}, or a copy of the checkpoint without adapters",
+    )
 
 
 def find_end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:

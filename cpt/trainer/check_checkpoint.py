@@ -7,6 +7,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from peft import PeftConfig
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -47,6 +49,7 @@ WEIGHT_SUFFIXES = (
     ".msgpack",
     ".npz",
 )
+ADAPTER_WEIGHTS = (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)  # of peft, in the order in which it looks
 SHARD = re.compile(r"-\d+-of-\d+\.")  # in the name of a file
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 GIT_LFS_POINTER = b"version "  # first bytes of the text that Git LFS has in place of a file
@@ -71,6 +74,8 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
     if not resize:
         check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=name_or_path)
     adapter = loading.find_adapter(name_or_path)
+    if adapter is not None:
+        check_adapter(adapter, checkpoint=name_or_path)
     if is_first_process():
         log_ignored_outputs(name_or_path)
         if adapter is not None:
@@ -81,6 +86,13 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
 
 def check_stored_form(name_or_path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for weights that are stored in a form which cannot be trained; logs one that can."""
+    if getattr(config, "quantization_config", None) == {}:  # with which transformers loads nothing
+        raise InvalidOptionError(
+            "model.name_or_path",
+            name_or_path,
+            reason="quantization_config in its config.json is empty",
+            allowed="config.json without it",
+        )
     stored = describe_stored(config)
     if stored in ("", *OF_BITSANDBYTES):
         return
@@ -184,6 +196,23 @@ def list_shards(index_path: Path) -> list[Path]:
         if not path.is_file():
             raise ValueError(f"{path} is missing, which {index_path.name} names; {ADVICE}")
     return paths
+
+
+def check_adapter(adapter: Path, *, checkpoint: str) -> None:
+    """Raises ValueError for an adapter of peft whose configuration or weights are damaged or missing."""
+    paths = [path for path in map(adapter.joinpath, ADAPTER_WEIGHTS) if path.is_file()]
+    if not paths:
+        raise loading.refuse_adapter(checkpoint, adapter, f"it has no {' or '.join(ADAPTER_WEIGHTS)}")
+    if paths[0].suffix == ".safetensors":
+        check_safetensors(paths[0])
+    else:
+        check_pickle(paths[0])
+    try:
+        kind = PeftConfig.from_pretrained(str(adapter)).peft_type
+    except Exception as error:  # of JSON, and of the class of its kind
+        raise loading.refuse_adapter(checkpoint, adapter, find_reason(error)) from error
+    if kind is None:
+        raise loading.refuse_adapter(checkpoint, adapter, "adapter_config.json has no peft_type")
 
 
 def describe_index_error(error: Exception) -> str:

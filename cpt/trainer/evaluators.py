@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from cpt.core.config import digest
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.corpora import Corpora
+from cpt.data.corpus import hash_bytes
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import padding_id
 from cpt.data.tokenized_tasks import TaskPrompt, read_examples
@@ -23,6 +26,7 @@ from cpt.evaluation.chat_encoding import (
     encode_held_out_chats,
     find_answer_ends,
 )
+from cpt.evaluation.chat_set import HeldOutChat
 from cpt.evaluation.options import MAIN_MEASURES, ChatOptions, TaskEvalOptions
 from cpt.evaluation.predictions import SOURCE
 from cpt.methods.base import ContinualMethod
@@ -137,6 +141,7 @@ def make_chat_evaluator(
         chats = encode_held_out_chats(options, base.tokenizer, length=length)
     elif is_first_process():
         log.info("Skipping chats: they are for causal models with a fast tokenizer (chats=none)")
+    warn_of_trained_chats([chat.chat for chat in chats], corpora)
     ends = find_answer_ends(base.tokenizer, chats, find_end_ids(base.checkpoint, model_config))
     dependencies = [
         CHATS_FORMAT,
@@ -161,6 +166,25 @@ def make_chat_evaluator(
         data=data,
         settings_hash=plan.evaluation_hashes[ChatEvaluator.KIND],
     )
+
+
+def warn_of_trained_chats(chats: Sequence[HeldOutChat], corpora: Corpora) -> None:
+    """Warns of held-out chats whose turns before the last answer are those of a chat that is trained on, of a
+    domain or of `replay.sources`."""
+    if not chats or not is_first_process():
+        return
+    keys = [hash_bytes(chat.example.question.encode()) for chat in chats]
+    counts = {}
+    for name, corpus in corpora.trained_examples.items():
+        is_trained = np.isin(np.array(keys, np.uint64), corpus.keys("train"))
+        if is_trained.any():
+            counts[name] = int(is_trained.sum())
+    if counts:
+        log.warning(
+            "Held-out chats that are also trained on bias their losses: of %s %s",
+            count_noun(len(chats), "chat"),
+            ", ".join(f"{count} in {name}" for name, count in counts.items()),
+        )
 
 
 def read_questions(

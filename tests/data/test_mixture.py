@@ -24,10 +24,13 @@ from cpt.data.sources.examples import read_example
 from cpt.data.sources.mixed import MixedReader, MixedSource
 from cpt.data.text_format import make_text_format
 from cpt.data.tokenized_tasks import Encoder
+from cpt.evaluation.chat_set import read_chats
+from cpt.evaluation.options import ChatOptions
 from cpt.models.chunked_head import WeightedLoss
 from cpt.models.objectives import Causal, CausalMixture
 from cpt.models.part_losses import PartLosses
 from cpt.trainer.dry_run import count_sources, count_stage_tokens
+from cpt.trainer.evaluators import warn_of_trained_chats
 from tests.support.chat_decoder import TEMPLATE
 from tests.support.data_fixtures import bos_tokenizer, fake_trainer, make_prose, make_rows
 
@@ -399,3 +402,26 @@ def test_the_stages_of_a_run_have_their_sources():
     data.enter(data.domains[1])
     batch = next(iter(data.train_dataloader()))
     assert batch["part_counts"][0].tolist() == [4, 2, 0, 2]
+
+
+def test_held_out_chats_that_a_source_trains_on_are_told(tmp_path, caplog):
+    def make_row(question, answer):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return json.dumps({"messages": turns}) + "\n"
+
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(make_row(f"question {number}", "Yes.") for number in range(5)))
+    trained = tmp_path / "trained.jsonl"
+    trained.write_text(
+        make_row("another", "Yes.") + make_row("question 1", "No.") + make_row("question 3", "Yes.")
+    )
+    options = ChatOptions(path=str(held_out), when="last", generate=0, max_new_tokens=4, batch_size=4)
+    chats = read_chats(options)
+
+    source = make_source(path=str(trained), format="messages")
+    corpus = make_corpus(MixedReader("talk", source), "talk", cache=tmp_path / "cache")
+    corpora = Corpora({}, tmp_path / "cache", mixed={"talk": MixedCorpus(source, corpus)})
+    warn_of_trained_chats(chats[:1], corpora)
+    assert "also trained on" not in caplog.text
+    warn_of_trained_chats(chats, corpora)
+    assert "also trained on bias their losses: of 5 chats 2 in replay.sources.talk" in caplog.text

@@ -115,10 +115,12 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     config = (intact_checkpoint / "config.json").read_bytes()
     weights = (intact_checkpoint / "model.safetensors").read_bytes()
     quantized = config.replace(b"{", b'{"quantization_config": {"quant_method": "fp8"}, ', 1)
+    emptied = config.replace(b"{", b'{"quantization_config": {}, ', 1)
     harms = [
         ("model.safetensors", weights[:-100], "model.safetensors is truncated or damaged ("),
         ("model.safetensors", None, f"{option} is invalid: it has no weights. Allowed: "),
         ("config.json", quantized, f"{option} is invalid: its weights are quantized"),
+        ("config.json", emptied, f"{option} is invalid: quantization_config in its config.json is empty"),
         ("generation_config.json", b"", "generation_config.json is truncated or damaged (Expecting value"),
         ("generation_config.json", b"\xff\xfe{", "generation_config.json is truncated or damaged ("),
         ("generation_config.json", b"[2]", "generation_config.json is damaged (it has a list, not keys"),
