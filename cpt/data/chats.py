@@ -30,6 +30,7 @@ from cpt.data.text_encoder import TextEncoder
 MARK_BEGIN, MARK_END = "\U0010fffc", "\U0010fffd"
 TEMPLATE_DATE = "2025-01-01"  # that templates print in chats that are the same in all runs
 MARK = re.compile(f"[{MARK_BEGIN}{MARK_END}]")
+DEFAULT_TEMPLATE = "default"  # the name of the template that is taken, of several
 WORD = re.compile(r"\S+")
 MARKED_TOKEN = re.compile(f"{MARK_BEGIN}([^{MARK_BEGIN}{MARK_END}]*){MARK_END}")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -73,7 +74,7 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     template = tokenizer.chat_template
     if not template:
         return {}
-    return dict(template) if isinstance(template, Mapping) else {"default": str(template)}
+    return dict(template) if isinstance(template, Mapping) else {DEFAULT_TEMPLATE: str(template)}
 
 
 def with_date(template: str, date: str | None) -> str:
@@ -122,7 +123,7 @@ class ChatEncoder:
     def template_of(self, example: Example) -> str:
         """The template for a chat: of several the one for tools, if it has some. Raises ValueError where the
         tokenizer has none."""
-        name = "tool_use" if example.tools and "tool_use" in self.templates else "default"
+        name = "tool_use" if example.tools and "tool_use" in self.templates else DEFAULT_TEMPLATE
         if name not in self.templates:
             raise ValueError(
                 f"the tokenizer {self.name} has no chat template, and example {example.id} is a chat. "

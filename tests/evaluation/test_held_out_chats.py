@@ -219,6 +219,19 @@ def test_why_shipped_chats_are_skipped_is_told(caplog):
     assert f": {num_chats} × turns that the chat template does not take: " in line.getMessage()
 
 
+@pytest.mark.parametrize("template", [None, "", {"rag": CHATML}])
+def test_shipped_chats_need_a_template_that_is_taken(template, caplog, tmp_path):
+    """A folder may look as if it had one: chat_template.json of a processor, an empty chat_template.jinja."""
+    caplog.set_level("INFO", logger="cpt")
+    tokenizer = chat_tokenizer("gpt2", CHATML, eos="<|im_end|>")
+    tokenizer.chat_template = template
+    assert encode_held_out_chats(options(), tokenizer, length=1024) == []
+    assert "Skipping chats: the tokenizer has no chat template" in caplog.text
+    (tmp_path / "own.jsonl").write_text(row("a", "b"))
+    with pytest.raises(ValueError, match="has no chat template"):
+        encode_held_out_chats(options(str(tmp_path / "own.jsonl")), tokenizer, length=1024)
+
+
 def test_a_chat_may_be_longer_than_the_rows_of_training_where_the_model_takes_it():
     class Config:
         max_position_embeddings = 300

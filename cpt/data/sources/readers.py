@@ -66,6 +66,7 @@ CONTROL_BYTES = bytes([*range(0x08), *range(0x0E, 0x1B)])
 MIN_CONTROL_BYTES = 4
 MAX_CONTROL_SHARE = 0.05
 DELIMITERS = (",", ";", "\t", "|")
+DECLARED_DELIMITER = re.compile(r"sep=(\S)", re.IGNORECASE)  # a first line that Excel writes and reads
 COLUMN_OPTION = "domains.column"  # that names the column of the text, for messages
 CHAT_COLUMNS = {"messages", "conversations"}  # of tables of chats, see cpt.data.sources.chats
 TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
@@ -518,8 +519,12 @@ def csv_rows(
     text = read_lines(path, oddities)
     first_line = next(text, "")
     delimiter = choose_delimiter(first_line, columns)
+    declared = DECLARED_DELIMITER.fullmatch(first_line.strip())
+    if declared is not None:  # a blank line in its place keeps the numbers of the others
+        delimiter = declared[1]
+        first_line = "\n"
     reader = csv.reader(chain([first_line], text), delimiter=delimiter, strict=True)
-    header = next(reader, [])
+    header = next(filter(None, reader), [])
     if len({*header}) < len(header):
         raise ValueError(f"{path} has a column twice: {', '.join(header)}. Allowed: each name once")
 

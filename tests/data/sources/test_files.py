@@ -277,6 +277,14 @@ def test_quotes_that_no_table_has_are_told_with_their_lines(rows, lines, tmp_pat
         read_documents(tmp_path)
 
 
+def test_the_delimiter_that_excel_declares_is_taken(tmp_path):
+    write(tmp_path / "a" / "x.csv", "\ufeffsep=;\r\nid;text\r\n1;One, two.\r\n")
+    assert read_texts(tmp_path) == ["One, two."]
+    write(tmp_path / "a" / "x.csv", "sep=;\nid;text\n1;One.\n2\n")
+    with pytest.raises(ValueError, match="x.csv, line 4 has 1 value"):
+        read_documents(tmp_path)
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_row_of_a_table_that_is_not_utf8_is_one_bad_row(suffix, tmp_path):
     values = [b"One."] * 149 + [b"caf\xe9", b"Two."]
