@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.campaigns import concurrency, faults, frame, kills, nonfinite, preemption, slurm
+from tests.campaigns import concurrency, faults, frame, kills, nonfinite, preemption, runs, slurm
 
 TRIALS = {
     "a killed run": (kills.trial, 0),
@@ -43,3 +43,24 @@ def test_a_trial_of_each_campaign_is_fine(fault, folder):
         pytest.skip(slurm.find_missing_programs())
     (outcome,) = frame.run_trials(trial, folder, [number], seed=0)
     assert outcome["fine"], outcome
+
+
+@pytest.mark.slow
+def test_the_log_says_when_each_loop_begins_to_which_a_signal_is_sent(tmp_path):
+    run = tmp_path / "run"
+    options = [*runs.options_of(tmp_path, "ncl"), *preemption.STEPS]
+    assert runs.complete(runs.command(tmp_path, run, *options), run) == 0
+
+    log = runs.read_log(run)
+    beginnings = {loop: pattern.search(log) for loop, pattern in preemption.LOOPS.items()}
+    assert all(beginnings.values())
+    assert log.count("Evaluated after") == 3  # base, law, food
+    # The end tasks are those of the last stage, whose log also has the first one's scores.
+    assert log[: beginnings["end tasks"].end()].count("Evaluated after") == 3
+
+
+def test_a_campaign_whose_programs_are_missing_is_skipped(monkeypatch, capsys):
+    monkeypatch.setattr(slurm, "find_missing_programs", lambda: "no slurmctld here")
+    monkeypatch.setattr("sys.argv", ["campaigns", "slurm"])
+    assert frame.main() == 0
+    assert capsys.readouterr().out == "slurm: skipped, no slurmctld here\n"

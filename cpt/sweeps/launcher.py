@@ -377,7 +377,9 @@ class ClusterLauncher(JobLauncher):
         """Has the other launcher run the jobs. Gives for each what `run_job` returned, or an exception; where
         that launcher itself fails, the same for all."""
         config = copy.deepcopy(self.config)
-        with read_write(config), open_dict(config):  # what the launcher itself writes goes to .jobs
+        # What the launcher itself writes goes to .jobs. Hydra has set its own part of a sweep's config to
+        # read-only, whatever the rest is.
+        with read_write(config.hydra), open_dict(config):
             config.hydra.sweep.dir = f"{self.config.hydra.sweep.dir}/.jobs"
             config.hydra.output_subdir = None
         task = partial(run_job, job_command(self.config), Path.cwd())

@@ -121,8 +121,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     module = import_module(f"tests.campaigns.{arguments.name}")
-    if hasattr(module, "missing") and module.missing():
-        print(f"{arguments.name}: skipped, {module.missing()}")
+    if hasattr(module, "find_missing_programs") and module.find_missing_programs():
+        print(f"{arguments.name}: skipped, {module.find_missing_programs()}")
         return 0
     numbers = arguments.only
     trials = arguments.trials or TRIALS[arguments.name]

@@ -23,10 +23,12 @@ from tests.campaigns import runs
 from tests.support.forked_scripts import find_last_child, has_sigterm_handler, send_signal, wait_for_exit
 
 SETUPS = ("alone", "two", "slurm", "alone", "two slurm")
-LOOPS = {  # what the log says first
+# What the log says before each loop. Bars of less than ten seconds leave no line in it: scoring follows the last
+# step of a stage, end tasks follow the scores of the last stage.
+LOOPS = {
     "training": re.compile(r"\((1/1|1/2|2/2)\)"),
-    "scoring": re.compile(r"scoring after"),
-    "end tasks": re.compile(r"end task|fine-tuning"),
+    "scoring": re.compile(r"step (\d+)/\1 "),
+    "end tasks": re.compile(r"\((?:1/1|2/2)\) · step (\d+)/\1 .*Evaluated after", re.DOTALL),
     "base": re.compile(r"[Pp]re-training the base"),
     "anywhere": re.compile(r""),
 }

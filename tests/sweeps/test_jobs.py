@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict, read_write
 
 from cpt import cli
 from cpt.cli import to_hydra
@@ -73,8 +73,9 @@ class Sweep:
         return [[*self.shared, *line.split()] for line in lines]
 
     def launch(self, launcher, *lines, sweeper="hydra_plugins.cpt.OptunaSweeper"):
-        with open_dict(self.config):
+        with read_write(self.config.hydra), open_dict(self.config):
             self.config.hydra.sweeper._target_ = sweeper
+        HydraConfig.instance().set_config(self.config)  # as `-m` does: read-only
         launcher.setup(hydra_context=self.context, task_function=None, config=self.config)
         return launcher.launch(self.overrides(*lines), 0)
 
