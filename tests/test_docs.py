@@ -91,6 +91,29 @@ def test_tests_files_links_programs_and_extras_that_are_named_exist():
         assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= extras, path
 
 
+def list_anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\s-]", "", title.strip().lower()).replace(" ", "-")
+        anchors.add(f"{anchor}-1" if anchor in anchors else anchor)
+    return anchors
+
+
+def test_links_to_headings_of_pages_lead_there():
+    pages = [README, *(ROOT / name for name in MORE), *sorted(DOCS.rglob("*.md"))]
+    anchors_by_page = {page: list_anchors(read(page)) for page in pages}
+    dead_links = []
+    for page in pages:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", read(page)):
+            target_page = (page.parent / target).resolve() if target else page
+            if anchor not in anchors_by_page.get(target_page, set()):
+                dead_links.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert dead_links == []
+
+
 def find_choices(path: Path) -> set[tuple[str, str]]:
     """The group and the choice of each word like `method=ewc`; of `method=ewc,kd` both choices."""
     choices = set()

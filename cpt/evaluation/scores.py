@@ -280,9 +280,11 @@ class Scores(MatrixLayout):
 
     def take_over(self, earlier: Scores) -> None:
         """Replaces the results by those of `earlier`, the scores of the same run before domains were added.
-        Columns of texts that were added are None, not measured, in these rows."""
-        evaluators = ("endtasks", "answers", "chats", "divergence", "benchmarks")
-        results = ("rows", "modules", "activity_seconds", *evaluators)
+        Columns of texts that were added are None, not measured, in these rows.
+
+        What evaluators measured is left out: they collect it from their files, with that of the new rows. A
+        run without one of them has no last row of it."""
+        results = ("rows", "modules", "activity_seconds")
         for name in (*results, "monitor", "mixture", "unquantized", *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
 

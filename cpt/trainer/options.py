@@ -111,7 +111,7 @@ class RunOptions(Options):
     )
     extend: Folder | None = option(
         "folder of a finished run, to which this new run adds the further domains of its order; null: "
-        "all domains are learned",
+        "all domains are trained",
         default=None,
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = option(

@@ -326,6 +326,20 @@ def test_a_run_that_is_extended_keeps_its_chats_and_measures_those_of_what_is_ne
     assert at_once["answers"][1] is None and extended["answers"][2] == at_once["answers"][2]
 
 
+def test_an_extended_run_without_chats_has_none_until_a_later_start_measures_them(chat_run, tmp_path):
+    """The numbers of the run before are not those of the new last model, also not for the release check."""
+    options = ["lr_scheduler=constant"]
+    chat_run(tmp_path / "short", *options)
+    options += ["order=[law,food]", f"extend={tmp_path / 'short'}"]
+    assert chat_run(tmp_path / "long", *options, "chats=none")["chats"] == {}
+    check = [str(tmp_path / "long"), "--min-gain=-99", "--max-forgetting=99", "--max-chat-loss=99"]
+    assert gate.main(check) == gate.UNKNOWN
+
+    chats = chat_run(tmp_path / "long", *options)["chats"]
+    assert len(chats["nll"]) == 3 and None not in chats["nll"] + chats["base_answer_nll"]
+    assert gate.main(check) == 0
+
+
 def test_a_model_made_of_a_run_has_its_row_in_the_chats_of_the_run(chat_run, decoder, tmp_path, capsys):
     run = tmp_path / "run"
     chats = chat_run(run)["chats"]
