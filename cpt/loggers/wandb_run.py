@@ -184,8 +184,8 @@ def init_wandb(
         raise kind(f"W&B: {find_reason(error).rstrip('.')}; {way_out}") from None
     for axis, patterns in AXES.items():
         run.define_metric(axis)
-        for names in patterns:
-            run.define_metric(names, step_metric=axis, step_sync=True, summary="none")
+        for pattern in patterns:
+            run.define_metric(pattern, step_metric=axis, step_sync=True, summary="none")
     return run
 
 

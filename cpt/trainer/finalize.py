@@ -57,8 +57,6 @@ def finalize(
     ValueError for an exported model that does not score as the run does."""
     if not is_first_process():
         return
-    has_stages = len(scores.rows) > 1  # method=none evaluates the base alone
-    last_stage_path = run.stage_path(len(scores.rows) - 1)
 
     # Export and report take minutes: a signal is obeyed before each, and the next start begins there.
     check_signals("before the model was exported")
@@ -66,14 +64,55 @@ def finalize(
     log.info("Exporting the model to %s", run.model)
     if has_base_folder:
         base.restore_folder()  # its tokenizer is copied
+    export_and_check(plan, machine, run, base, module, data, scores)
+
+    check_signals("before the report was written")
+    set_phase("writing the report")
+    log.info("Computing intervals and writing the report")
+    document_losses = run.load_documents(range(len(scores.rows)))
+    nll_sums, num_tokens = gather_documents(document_losses, scores)
+    scores.measure(nll_sums=nll_sums, counts=num_tokens)
+    scores.policy = plan.evaluation.policy
+    for evaluator in evaluators:
+        evaluator.finish(scores)
+    scores.optimized_metric = run_objective(vars(scores), plan.run.optimized_metric)
+    scores.run["finished"] = True
+
+    # Checksums are of the pages, too. The last stage's file then shares the exported weights on disk.
+    write_pages(run.path, scores)
+    run.write_checksums()
+    last_stage_path = run.stage_path(len(scores.rows) - 1)
+    if last_stage_path.exists():
+        with files.writing(last_stage_path):
+            link_weights(last_stage_path, run.model)
+    log_scores(loggers, scores, folder=run.path)
+    scores.save(run.scores_file)  # last: a run counts as finished when all of its outputs are there
+
+
+def export_and_check(
+    plan: Plan,
+    machine: Machine,
+    run: RunDir,
+    base: Base,
+    module: ContinualMethod,
+    data: DomainSequence,
+    scores: Scores,
+) -> None:
+    """Writes the exported model, and into the scores how it is loaded, what it scores and how far training
+    moved its weights. The weights of the module are given up. Raises ValueError for an exported model that
+    does not score as the run does."""
     if isinstance(module.model, FSDPModule):  # this process has a shard of the weights
         module = build_whole_module(plan, machine, run, base, data, scores)
+
     # Scored before the export, which may change the module, to compare with the reloaded model.
     num_entries = count_entries(base.tokenizer)
     sample = draw_sample(module, data, num_entries=num_entries, precision=machine.precision)
     loading = export_model(run, base, module, data)
     release_weights(module)  # the files have them: base and exported model need the memory
-    if has_stages and module.has_base_blocks:  # before weights are rounded: the movement of training
+
+    # Before weights are rounded: what is measured is the movement of training.
+    has_stages = len(scores.rows) > 1  # method=none evaluates the base alone
+    if has_stages and module.has_base_blocks:
         scores.moved = measure_movement(base.model(machine.base_dtype), run.model)
     dtype = find_export_dtype(plan.export, plan.model.name_or_path, machine.precision)
     with files.writing(run.model):
@@ -95,27 +134,6 @@ def finalize(
         "nll": exported.nll,
         "run_nll": exported.run_nll,
     }
-
-    check_signals("before the report was written")
-    set_phase("writing the report")
-    log.info("Computing intervals and writing the report")
-    document_losses = run.load_documents(range(len(scores.rows)))
-    nll_sums, num_tokens = gather_documents(document_losses, scores)
-    scores.measure(nll_sums=nll_sums, counts=num_tokens)
-    scores.policy = plan.evaluation.policy
-    for evaluator in evaluators:
-        evaluator.finish(scores)
-    scores.optimized_metric = run_objective(vars(scores), plan.run.optimized_metric)
-    scores.run["finished"] = True
-
-    # Checksums are of the pages, too. The last stage's file then shares the exported weights on disk.
-    write_pages(run.path, scores)
-    run.write_checksums()
-    if last_stage_path.exists():
-        with files.writing(last_stage_path):
-            link_weights(last_stage_path, run.model)
-    log_scores(loggers, scores, folder=run.path)
-    scores.save(run.scores_file)  # last: a run counts as finished when all of its outputs are there
 
 
 def build_whole_module(
