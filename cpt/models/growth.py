@@ -136,6 +136,7 @@ def grow_heads(model: PreTrainedModel, num_copies: int, *, noise: float) -> None
         attentions = find_sublayers(model, ("heads",))
         count = attentions[0].count
         head_size = attentions[0].out.inputs // count
+        # The features of a key or value belong to all query heads of its group, those of a query to one.
         queries_per_group = max(members.shape[1] for _, members in attentions[0].sources)
 
         groups = draw_units(count // queries_per_group, num_copies)

@@ -173,8 +173,10 @@ class FinetuneEvaluator(FileEvaluator):
             for name in self.tasks:
                 results_by_seed = [self.read(row, (name, seed)) for seed in self.source.seeds]
                 for metric in ENDTASK_METRICS:
-                    scores[metric][row].append([result and result[metric] for result in results_by_seed])
-                seconds.extend(result["seconds"] for result in results_by_seed if result)
+                    scores[metric][row].append(
+                        [None if result is None else result[metric] for result in results_by_seed]
+                    )
+                seconds.extend(result["seconds"] for result in results_by_seed if result is not None)
         return {
             "when": self.when,
             "tasks": list(self.tasks),

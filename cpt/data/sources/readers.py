@@ -621,6 +621,7 @@ def number_rows(path: Path, batches: Iterable[pa.RecordBatch], reject: Reject) -
     """The rows of a table; `reject` is called for one whose texts are not UTF-8."""
     num_before = 0
     for batch in batches:
+        # At once, which is fast; where a text of the batch is not UTF-8, row by row, to find which one.
         try:
             values = batch.to_pylist()
         except UnicodeDecodeError:
