@@ -358,6 +358,8 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     own_tokenizer = None
     if options.tokenizer is not None:
         own_tokenizer = loading.load_tokenizer(options.name_or_path)
+
+    # An encoder-decoder that corrupts spans marks them with sentinels, for which its embedding may lack rows.
     needs_rows = options.resize
     objective_name = loading.resolve_objective(options.objective, config)
     if objective_name == "span" and not loading.find_sentinel_ids(tokenizer):

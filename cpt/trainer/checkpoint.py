@@ -73,17 +73,17 @@ def load_stage(path: Path) -> dict[str, Tensor]:
     return fill_tensors(load_tensors(path), path)
 
 
-def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
-    """Loads the state of a stage into a module; `rests` maps the modules of earlier domains from the file, if
-    they are whole. Of a sharded module every process has to call it, and reads its own rows. Raises
-    ValueError for the state of another model or method."""
+def restore_stage(module: nn.Module, path: Path, *, stores_on_disk: bool) -> None:
+    """Loads the state of a stage into a module. If it `stores_on_disk` the modules of earlier domains, they
+    are memory-mapped from the file instead, if they are whole there. Of a sharded module every process has to
+    call it, and reads its own rows. Raises ValueError for the state of another model or method."""
     state = fill_linked(load_tensors(path), path)
 
     def find_layout(key_path: KeyPath, shape: torch.Size) -> Tensor | None:
         return layout_of(module, key_path[0], shape)
 
     try:
-        if rests and SHARDS not in state:
+        if stores_on_disk and SHARDS not in state:
             load_mapped(module, state)
         else:
             module.load_state_dict(fill_tensors(state, path, find_layout))
@@ -94,7 +94,7 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
         raise ValueError(
             f"{path} is of another model or method ({cause}); restore it from a backup"
         ) from error
-    if rests:
+    if stores_on_disk:
         map_stored(module, path)
 
 

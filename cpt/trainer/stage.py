@@ -285,7 +285,7 @@ def load_stage_state(
     # The state has the shapes of a model that has grown for each stage so far.
     for domain in data.domains[:number]:
         module.expand_to(domain)
-    restore_stage(module, path, rests=stores_on_disk(plan))
+    restore_stage(module, path, stores_on_disk=stores_on_disk(plan))
 
 
 def stores_on_disk(plan: Plan) -> bool:

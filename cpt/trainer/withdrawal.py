@@ -105,7 +105,7 @@ def restore_module(module: ContinualMethod, run: RunDir, number: int) -> None:
     """Loads the state after a stage from its file. Raises ValueError for a damaged one."""
     path = run.stage_path(number)
     check_stage(path, remedy=REMEDY)
-    restore_stage(module, path, rests=False)
+    restore_stage(module, path, stores_on_disk=False)
 
 
 # Left out.

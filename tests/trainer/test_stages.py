@@ -156,20 +156,23 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("is_stored_shared", "shared", "rests"), [(True, True, True), (True, False, False), (False, True, False)]
+    ("is_stored_shared", "shared", "stores_on_disk"),
+    [(True, True, True), (True, False, False), (False, True, False)],
 )
-def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, is_stored_shared, shared, rests):
+def test_a_module_is_restored_however_it_is_laid_out(
+    mesh, tmp_path, is_stored_shared, shared, stores_on_disk
+):
     path = tmp_path / "001.pt"
     save_stage(Method(1).share_out(mesh) if is_stored_shared else Method(1), path)
     restored = Method(2)
     if shared:
         restored.share_out(mesh).register_load_state_dict_pre_hook(shard_loaded_state)
-    restore_stage(restored, path, rests=rests)
+    restore_stage(restored, path, stores_on_disk=stores_on_disk)
     state = {
         name: full_tensor(tensor) if shared else tensor for name, tensor in restored.state_dict().items()
     }
     assert same_state(state, Method(1).state_dict())
-    assert restored.domain_params.mapped_names == ({"0:map/bias"} if rests else set())
+    assert restored.domain_params.mapped_names == ({"0:map/bias"} if stores_on_disk else set())
 
 
 @pytest.mark.parametrize("function", ["checkpoint.save", "hash_files", "save_state"])
@@ -226,11 +229,11 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
     assert same_state(load_stage(path), expected)
 
     for _ in range(2):
-        for rests in (True, False):
+        for stores_on_disk in (True, False):
             restored = Method(2)
-            restore_stage(restored, path, rests=rests)
+            restore_stage(restored, path, stores_on_disk=stores_on_disk)
             assert same_state(dict(restored.state_dict()), expected)
-            assert restored.domain_params.mapped_names == ({"0:map/bias"} if rests else set())
+            assert restored.domain_params.mapped_names == ({"0:map/bias"} if stores_on_disk else set())
         check_stage(path, remedy="")
         shutil.rmtree(model)  # the stage stays whole, and the model can be written anew
         export(Method(1), model, names=["map.weight"])
