@@ -7,14 +7,15 @@ from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
+from annotated_types import Predicate
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.messages import count_noun
-from cpt.core.schema import Count, Options, Text, config, option, read_options
+from cpt.core.schema import Allowed, Count, Options, Text, config, fits, option, read_options
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
@@ -27,13 +28,36 @@ READ_ERRORS = (OSError, RuntimeError, ImportError, pa.ArrowException, UnicodeDec
 SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
+def is_data_files(value: Any) -> bool:
+    """Whether it is a file or a pattern, a list of these, one of these for each of some splits, or None."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(fits(name, Text) and is_file_list(files) for name, files in value.items())
+    return value is None or is_file_list(value)
+
+
+def is_file_list(value: Any) -> bool:
+    """Whether it is a file or a pattern, or a list of at least one."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(fits(file, Text) for file in value)
+    return fits(value, Text)
+
+
+DataFiles = Annotated[
+    Any,
+    Predicate(is_data_files),
+    Allowed("null, a file or a pattern, a list of these, or one of these by split, {train: a.jsonl}"),
+]
+
+
 @config
 class Entry(Options):
     """A data set of the catalogue."""
 
     path: Text = option("name on the Hub, or a folder, also of save_to_disk")
     name: Text | None = option("configuration", default=None)
-    data_files: Any = option("a file, a pattern, a list of these, or one of these by split", default=None)
+    data_files: DataFiles = option(
+        "a file, a pattern, a list of these, or one of these by split", default=None
+    )
     splits: Mapping[Literal["train", "valid", "test"], Text] | None = option(
         "splits that are read as train, valid and test; null: those of such names", default=None
     )
@@ -103,6 +127,7 @@ class Hub(Source):
         import datasets
 
         path = entry["path"]
+        section = f"domains.catalogue.{name}"
         max_documents = entry.get("max_documents")
         try:
             # What is not streamed is downloaded as a whole before its first row is read.
@@ -113,14 +138,17 @@ class Hub(Source):
                 f"domains.catalogue.{name} is invalid: no file and no split found for path={path}. "
                 "Allowed: what datasets.load_dataset takes"
             ) from error
-        except ValueError as error:  # a configuration that is missing or unknown
-            raise ValueError(f"domains.catalogue.{name} is invalid: {find_cause_message(error)}") from error
+        except (datasets.exceptions.DatasetsError, *READ_ERRORS):
+            raise
+        except Exception as error:  # a configuration that is missing, a damaged dataset card or list of files
+            cause = describe_library_error(error)
+            raise ValueError(f"domains.catalogue.{name} is invalid: {cause}") from error
 
         # Named splits are read as they are. For automatically chosen ones, the splits that are not read are
         # logged.
         splits = entry.get("splits") or choose_splits(path, split_names)
         if is_streamed:
-            refuse_parts(splits, section=f"domains.catalogue.{name}")
+            refuse_parts(splits, section=section)
         unread = [split_name for split_name in split_names if split_name not in splits.values()]
         if unread and not entry.get("splits"):
             log.info("Leaving out splits of %s: %s (splits of its entry)", path, ", ".join(unread))
@@ -130,7 +158,8 @@ class Hub(Source):
         num_read = 0
         for split, split_name in splits.items():
             position = f"{path} ({split_name})"
-            rows = ((position, row) for row in self.progress(position, load(split_name)))
+            numbered_rows = self.progress(position, load(split_name))
+            rows = ((position, row) for row in name_row_errors(numbered_rows, section=section, path=path))
             texts = column_texts(rows, entry.get("column") or self.column, partial(reject_record, bad))
             documents = clean_documents(texts, position, oddities=oddities)
             for text in islice(documents, max_documents):
@@ -201,6 +230,31 @@ def choose_splits(path: str, names: Sequence[str]) -> dict[str, str]:
             "or to say which to read, like splits={train: all}"
         )
     return {split: synonyms[0] for split, synonyms in by_split.items()}
+
+
+def name_row_errors(rows: Iterable[Any], *, section: str, path: str) -> Iterator[Any]:
+    """The rows of a data set. Raises ValueError, with its entry, for those that `datasets` does not read: it
+    casts streamed rows to the types of the first ones, with errors of many classes."""
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise InvalidOptionError(
+                f"{section}.path",
+                path,
+                reason=describe_library_error(error),
+                allowed="a data set whose rows have the same columns and types",
+            ) from error
+        yield row
+
+
+def describe_library_error(error: Exception) -> str:
+    """The message of an error of `datasets` on one line, with its class where a message is often a key."""
+    message = find_cause_message(error)
+    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 def refuse_parts(splits: Mapping[str, str], *, section: str) -> None:

@@ -32,14 +32,13 @@ from cpt.data.sources.files import (
     PLAIN_SUFFIXES,
     SUFFIXES,
     NoTextFileError,
-    find_cause_message,
     find_suffix,
     find_text_files,
     naming_file,
     split_of,
     stamp_files,
 )
-from cpt.data.sources.hub import READ_ERRORS, open_set
+from cpt.data.sources.hub import describe_library_error, open_set
 from cpt.data.sources.readers import (
     Oddities,
     Row,
@@ -283,8 +282,6 @@ class MixedReader:
 
     def hub_rows(self) -> Iterator[Row]:
         """The rows of a data set, while it is downloaded. Raises ValueError where it cannot be read."""
-        import datasets  # seconds that a check need not wait for
-
         options = self.options
         try:
             entry = {"path": options.path, "name": options.config}
@@ -296,11 +293,11 @@ class MixedReader:
             yield from self.count_rows(load(options.split))
         except InvalidOptionError:
             raise
-        except (datasets.exceptions.DatasetsError, ValueError, *READ_ERRORS) as error:
+        except Exception as error:  # of many classes, as rows are cast while they are read
             raise InvalidOptionError(
                 f"{self.section}.path",
                 options.path,
-                reason=find_cause_message(error),
+                reason=describe_library_error(error),
                 allowed="a file, a folder, or a data set of the Hub",
             ) from error
 

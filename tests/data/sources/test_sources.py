@@ -292,6 +292,60 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     assert source.fingerprint("news") != fingerprint
 
 
+@pytest.mark.parametrize(
+    "data_files",
+    [
+        5,
+        True,
+        "",
+        [],
+        {},
+        [5],
+        [None],
+        [["a.json"]],
+        {"train": None},
+        {"train": []},
+        {"train": [5]},
+        {1: "a.json"},
+    ],
+)
+def test_data_files_of_another_form_are_refused_at_once(data_files):
+    with pytest.raises(
+        ValueError, match=r"news\.data_files=.* is invalid\. Allowed: null, a file or a pattern"
+    ):
+        open_hub({"path": "json", "data_files": data_files})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (
+            {"train-1.jsonl": '{"text": null}', "train-2.jsonl": '{"text": "a"}'},
+            "Couldn't cast array of type str",
+        ),
+        (
+            {"train-1.jsonl": '{"text": "a"}', "train-2.jsonl": '{"text": "a", "b": 1}'},
+            "column names don't match",
+        ),
+        (
+            {"train.jsonl": '{"text": "a"}', "README.md": "---\nconfigs: [\n---\n"},
+            "ParserError: .* flow node",
+        ),
+        ({"state.json": "{}", "dataset_info.json": "{}"}, "KeyError: '_data_files'"),
+        ({"state.json": "[1]", "dataset_info.json": "{}"}, "TypeError: list indices"),
+    ],
+)
+def test_a_data_set_that_the_library_does_not_read_is_told_in_a_line(files, reason, streaming, tmp_path):
+    """Its errors are of many classes; those of streamed rows are not wrapped."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    source = open_hub({"path": str(tmp_path)}, streaming=streaming)
+    with pytest.raises(ValueError, match=f"^domains.catalogue.news.* is invalid: .*{reason}") as error:
+        list(source.read("news"))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(streaming, dataset):
     entry = {"path": str(dataset)}
