@@ -112,6 +112,37 @@ def test_a_run_is_compared_with_plain_training_that_learns_as_much(real_decoder,
     ]
 
 
+PAGES_WITHOUT_PLACE = {
+    "no page": None,
+    "no marks": "# A study\n",
+    "no end": "<!-- generated: das6_mini -->\n",
+    "end first": "<!-- end: das6_mini -->\n<!-- generated: das6_mini -->\n",
+    "twice": 2 * "<!-- generated: das6_mini -->\n<!-- end: das6_mini -->\n",
+}
+
+
+@pytest.mark.parametrize("text", PAGES_WITHOUT_PLACE.values(), ids=PAGES_WITHOUT_PLACE)
+def test_a_page_without_the_place_of_the_tables_is_said_before_the_runs(text, study, monkeypatch, tmp_path):
+    if text is not None:
+        (tmp_path / "das6.md").write_text(text)
+    monkeypatch.setattr(study, "PAGES", tmp_path)
+    monkeypatch.setattr(study, "run_sweeps", lambda *args: pytest.fail("started"))
+    options = SimpleNamespace(add=False, published=False, report_only=False, runs=tmp_path)
+    with pytest.raises(
+        SystemExit, match=r"das6.md needs the lines <!-- generated: das6_mini --> and <!-- end"
+    ):
+        study.make_study(options, "das6_mini", [], page="das6")
+
+
+def test_tables_are_written_between_the_marks_of_their_page(study, tmp_path):
+    page = tmp_path / "das6.md"
+    page.write_text("Before.\n<!-- generated: a -->\nold\n<!-- end: a -->\nAfter.\n<!-- generated: b -->\n")
+    study.write_section(page, "a", ["new"])
+    assert page.read_text().startswith(
+        "Before.\n<!-- generated: a -->\n\nnew\n\n<!-- end: a -->\nAfter.\n<!--"
+    )
+
+
 def test_transfer_is_the_change_since_the_base_on_earlier_and_on_later_fields(study):
     m2d2_decoder = __import__("m2d2_decoder")
     losses = np.array(

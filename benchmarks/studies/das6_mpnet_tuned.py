@@ -33,6 +33,7 @@ def main() -> None:
     options = study.read_arguments("das6_mpnet_tuned", str(__doc__))
     if options.model is None and not options.report_only:
         sys.exit("--model is needed, or --report-only, or --published")
+    study.check_page(study.PAGES / "real-encoder.md", "das6_mpnet_tuned")
     if options.published:
         study.restore_runs(study.read_scores(SCORES), options.runs / "final", "das6_mpnet", list)
     elif not options.report_only:

@@ -34,6 +34,7 @@ Values = dict[str, dict[tuple, Mapping[str, float]]]  # by method, then by order
 
 def main() -> None:
     options = study.read_arguments("das6_tuned", str(__doc__))
+    study.check_page(study.PAGES / "das6.md", "das6_tuned")
     defaults_folder = options.runs / "default"
     default_scores = study.read_scores(study.SCORES / "das6_mini.jsonl.gz")
     study.restore_runs(default_scores, defaults_folder, "das6_mini", list)

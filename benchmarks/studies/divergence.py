@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from hydra import compose, initialize_config_dir
-from study import IMAGES, PAGES, write_section
+from study import IMAGES, PAGES, check_page, write_section
 
 from cpt.core.config import CONF
 from cpt.evaluation.scores import Scores
@@ -67,6 +67,7 @@ class StageResult:
 
 def main() -> None:
     options = read_arguments()
+    check_page(PAGES / "divergence.md", "divergence")
     if not options.report_only:
         run_all(options)
     results = json.loads(RESULTS.read_text(encoding="utf-8"))

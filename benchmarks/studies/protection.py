@@ -16,9 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/
 from common.measuring import ROOT, save
+from study import PAGES, check_page, write_section
 
-PAGE = ROOT / "docs" / "studies" / "protection.md"
-BEGIN, END = "<!-- generated: protection -->", "<!-- end: protection -->"
+PAGE = PAGES / "protection.md"
+NAME = "protection"  # in the marks of the page
 UNITS = "method.units=[heads,neurons,outputs,tokens]"
 ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
     "`das`: soft masks on units": {
@@ -88,19 +89,13 @@ def tabulate(movements: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str
         yield f"| {name} | {random:.3f} | {' | '.join(cells)} |"
 
 
-def write_page(lines: Iterator[str]) -> None:
-    before, remainder = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(
-        f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{remainder.split(END)[1]}", "utf-8"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="of each of two domains")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     options = parser.parse_args()
+    check_page(PAGE, NAME)
     movements: dict[str, dict[str, Any]] = {}
     for name, variants in ROWS.items():
         for target, overrides in variants.items():
@@ -110,7 +105,7 @@ def main() -> None:
                 )
             movements.setdefault(name, {})[target] = leaks[-1]
             print(f"{name}, {target}: {leaks[-1]}", flush=True)
-    write_page(tabulate(movements))
+    write_section(PAGE, NAME, ["\n".join(tabulate(movements))])
     save("protection", {"options": {"steps": options.steps}, "leaks": movements}, out=options.out)
 
 

@@ -90,6 +90,7 @@ def make_study(
     `name_orders` gives the config's `order` of published runs whose orders are not numbered."""
 
     scores = scores or experiment
+    check_page(PAGES / f"{page}.md", scores)
     published = SCORES / f"{scores}.jsonl.gz"
     if options.add and published.exists():
         existing_runs = {identify(run.scores.run) for run in find_finished(options.runs)}
@@ -252,10 +253,25 @@ def find_finished(folder: Path) -> list[MeasuredRun]:
     return measure_runs([run for run in find_runs([folder]).runs if run.scores.run["finished"]])
 
 
+def check_page(page: Path, name: str) -> None:
+    """Exits with a line for a page without a study's marks, which `write_section` needs: to be called before
+    the hours of a study."""
+    begin, end = make_marks(name)
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    before, _, remainder = text.partition(begin)
+    if begin in before + remainder or end not in remainder or end in before:
+        sys.exit(f"{page} needs the lines {begin} and {end}, once and in this order, around generated tables")
+
+
+def make_marks(name: str) -> tuple[str, str]:
+    """The lines of a page between which a study writes."""
+    return f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+
+
 def write_section(page: Path, name: str, parts: Iterable[str]) -> None:
     """Replaces what is between a study's marks in a page; the prose around them is written by hand."""
-    begin = f"<!-- generated: {name} -->"
-    end = f"<!-- end: {name} -->"
+    check_page(page, name)
+    begin, end = make_marks(name)
     before, remainder = page.read_text(encoding="utf-8").split(begin)
     after = remainder.split(end)[1]
     wrapped = "\n\n".join(part if part[:1] in "|#<" or "\n" in part else fill(part, 100) for part in parts)

@@ -445,12 +445,15 @@ class HubTasks(TaskSource):
     def read(self, name: str, split: str) -> list[LabelledExample]:
         import datasets  # seconds, which only this source has to wait for
 
+        from cpt.core.hub_access import check_data_set_access
+
         options = self.values(name)
         path = options["path"]
         hub_split = options["splits"].get(split)  # what the data set calls the split
         if hub_split is None:
             return []
         try:
+            check_data_set_access(path)
             rows = datasets.load_dataset(path, options.get("name"), split=hub_split)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, pa.ArrowException) as error:
             raise ValueError(

@@ -37,7 +37,7 @@ from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
 from cpt.models.fsdp import Sharding
-from cpt.models.hub_access import find_missing_host
+from cpt.models.hub_access import check_model_access
 from cpt.models.narrow_layers import make_narrow
 from cpt.models.objectives import (
     Causal,
@@ -210,15 +210,8 @@ def load_config(checkpoint: str) -> PretrainedConfig:
             reason="it has an adapter of peft (adapter_config.json)",
             allowed="a folder of the model with it merged (peft's merge_and_unload)",
         )
-    missing_host = None if folder.exists() else find_missing_host(checkpoint)
-    if missing_host is not None:
-        raise InvalidOptionError(
-            "model.name_or_path",
-            checkpoint,
-            reason=f"no such folder, and not loaded from the Hub: {missing_host} has no address here",
-            allowed="a folder, or a name on the Hub",
-        )
     try:
+        check_model_access(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
@@ -499,8 +492,10 @@ def find_end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
 
 
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint. Raises ValueError for a length that cannot be compared with those of
-    texts, and whatever a class raises for files that it does not take."""
+    """The tokenizer of a folder, or of a name on the Hub. Raises ConnectionError where the Hub would be asked
+    without a network, ValueError for a length that cannot be compared with those of texts, and whatever a
+    class raises for files that it does not take."""
+    check_model_access(str(checkpoint))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float):

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+from cpt.core.hub_access import RepositoryKind, find_missing_host
 from cpt.core.messages import count_noun, log_once
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
@@ -237,13 +238,15 @@ def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicen
     )
 
 
-def find_hub_card(name: str, *, repo_type: str, revision: str | None, is_online: bool) -> Path | None:
+def find_hub_card(
+    name: str, *, repo_type: RepositoryKind, revision: str | None, is_online: bool
+) -> Path | None:
     """The card of a name on the Hub: in the cache, or if it `is_online` downloaded. None without one."""
     with suppress(ValueError):  # it is not a name of the Hub
         cached = try_to_load_from_cache(name, CARD, revision=revision, repo_type=repo_type)
         if isinstance(cached, str):
             return Path(cached)
-    if is_online:
+    if is_online and find_missing_host(name, repo_type) is None:
         with suppress(OSError, ValueError):  # no such card, no permission, no network
             return Path(hf_hub_download(name, CARD, revision=revision, repo_type=repo_type))
     return None

@@ -270,14 +270,19 @@ def refuse_parts(splits: Mapping[str, str], *, section: str) -> None:
 
 
 def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], Callable[[str], Any]]:
-    """The names of a data set's splits, and what gives the rows of one."""
+    """The names of a data set's splits, and what gives the rows of one. Raises ConnectionError where the Hub
+    would be asked for it without a network."""
     from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
+
+    from cpt.core.hub_access import check_data_set_access
 
     path = entry["path"]
     is_saved = any((Path(path) / file_name).is_file() for file_name in SAVED_DATASET_FILES)
     if not is_saved:
         name = entry.get("name")
         files = split_files(entry)
+        if files is None:  # else `path` may say how files are read, like `json`
+            check_data_set_access(path)
         load_split = partial(load_dataset, path, name, data_files=files, streaming=streaming)
         return get_dataset_split_names(path, name, data_files=files), lambda split: load_split(split=split)
 
