@@ -32,6 +32,7 @@ class GradientMask(nn.Module):
 
     static = False  # whether the factors are the same at every step of a domain
     limits_rows = False  # whether the backward pass of each layer computes gradients of some rows only
+    reads_importance_batches = False  # whether `before_domain` reads its importance batches
     comes_first = False  # whether it changes a step before the factors, which then limit the result
 
     def __init__(self, *, apply_to: str) -> None:

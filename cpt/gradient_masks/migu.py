@@ -57,6 +57,7 @@ class MagnitudeMask(GradientMask):
         self.options = options
         self.static = options.importance == "fisher"
         self.limits_rows = options.backend == "backward"
+        self.reads_importance_batches = options.importance == "fisher"
 
         # The layers, the rows of each within `sums` and `chosen`, and the buffers of their segments.
         self.maps: list[Projection] = []

@@ -43,6 +43,8 @@ class ContinualMethod(StageModule):
     # Whether untrained weights, except `rewritten`, stay as they were loaded: files of a run leave them out.
     keeps_base = False
     has_base_blocks = True  # whether a block of the base has its name in the exported model, too
+    # Whether `before_domain` or `after_domain` reads its importance batches, also if only for some options.
+    reads_importance_batches = False
     takes_quantized = False  # whether the base may be quantized: no weight of its linear layers is changed
     saved_names: tuple[str, ...] = ()  # parameters of modules that are trained fully in addition to adapters
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and with

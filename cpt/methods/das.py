@@ -124,6 +124,7 @@ class DAS(ContrastMethod):
     """Protects the units that matter to general knowledge and to the domains so far."""
 
     options: DASOptions
+    reads_importance_batches = True
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         # The knowledge of the base is measured once, that of a domain after its stage.
@@ -149,6 +150,7 @@ class DGA(ContrastMethod):
 
     trains_from_base = True
     options: DGAOptions
+    reads_importance_batches = True
 
     def __init__(self, options: DGAOptions, context: MethodContext) -> None:
         super().__init__(options, context)

@@ -76,6 +76,7 @@ class Consolidation(AnchorPenalty):
 
     needs_32_bits = True  # the importances do
     options: ConsolidationOptions
+    reads_importance_batches = True
 
     def __init__(self, options: ConsolidationOptions, context: MethodContext) -> None:
         super().__init__(options, context)

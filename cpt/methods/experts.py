@@ -129,6 +129,7 @@ class DEMIX(CopyingMethod):
     first expert."""
 
     options: DEMIXOptions
+    reads_importance_batches = True
     domain_params: DomainParams
     router: Router
 
@@ -218,6 +219,7 @@ class LifelongMoE(CopyingMethod):
     `first_choice_shares` has s of all mixtures, [M, E]."""
 
     options: LifelongMoEOptions
+    reads_importance_batches = True
 
     def __init__(self, options: LifelongMoEOptions, context: MethodContext) -> None:
         # Without mixtures all of the model is trained, which a scope of None says.

@@ -426,6 +426,7 @@ class SAPT(ContinualMethod):
     keeps_base = True
     takes_quantized = True
     options: SAPTOptions
+    reads_importance_batches = True
 
     def __init__(self, options: SAPTOptions, context: MethodContext) -> None:
         check_rows(context, "method=sapt, whose pairs are weighed for each row of a batch")

@@ -301,6 +301,7 @@ class Merge(ContinualMethod):
     """Merges the final weights of all domains so far."""
 
     options: MergeOptions
+    reads_importance_batches = True
     ends_domains = True
 
     def __init__(self, options: MergeOptions, context: MethodContext) -> None:
@@ -346,6 +347,7 @@ class MergeLoRA(LoRA):
 
     takes_quantized = False  # it merges the adapters into the weights
     options: MergeLoRAOptions
+    reads_importance_batches = True
     ends_domains = True
 
     def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:

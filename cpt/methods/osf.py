@@ -31,6 +31,7 @@ class OSF(ContinualMethod):
     """Trains in the directions in which a layer's weights are small."""
 
     options: OSFOptions
+    reads_importance_batches = True
 
     def __init__(self, options: OSFOptions, context: MethodContext) -> None:
         super().__init__(options, context)

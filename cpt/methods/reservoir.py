@@ -363,6 +363,7 @@ class AGEM(ContinualMethod):
 
     sharded = False  # reference gradients are of whole weights
     options: AGEMOptions
+    reads_importance_batches = True
 
     def __init__(self, options: AGEMOptions, context: MethodContext) -> None:
         super().__init__(options, context)

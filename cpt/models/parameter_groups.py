@@ -13,11 +13,9 @@ from transformers import PreTrainedModel
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import abbreviate
 from cpt.models.units import find_block_matrices, find_blocks
-from cpt.models.weights import find_outer_embeddings, find_trainable
+from cpt.models.weights import find_outer_embeddings, find_trainable, parameters_within
 from cpt.optim.muon import MuonWithAdamW
 from cpt.optim.options import PARAMETER_KINDS, ParameterOptions
-
-WRAPPED = ".base_layer"  # what peft calls the layer within one of its layers
 
 
 def find_parameters(model: PreTrainedModel, pattern: str) -> list[nn.Parameter]:
@@ -33,16 +31,6 @@ def find_parameters(model: PreTrainedModel, pattern: str) -> list[nn.Parameter]:
         head = model.get_output_embeddings()
         return [] if head is None else parameters_within(model, [head])
     return list(dict.fromkeys(find_trainable(model, pattern)))
-
-
-def parameters_within(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of layers, and of the adapters around them."""
-    names = {module: name for name, module in model.named_modules()}
-    parameters: dict[nn.Parameter, None] = {}
-    for layer in layers:
-        outer = model.get_submodule(names[layer].removesuffix(WRAPPED))
-        parameters.update(dict.fromkeys(outer.parameters()))
-    return list(parameters)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class TokenWeights(nn.Module):
     """All tokens of a batch weigh 1. A class below it weighs them otherwise."""
 
     needs_reference = False  # whether a frozen second model scores each training batch
+    reads_importance_batches = False  # whether `before_domain` reads its batches
 
     def __init__(self, options: Options = NO_OPTIONS) -> None:
         super().__init__()
@@ -141,6 +142,7 @@ class SampleWeights(TokenWeights):
         super().__init__()
         self.options = options
         self.needs_reference = options.temperature is not None
+        self.reads_importance_batches = options.temperature == "median"
         # tau (nats). Its median is estimated before each domain, and is part of a run's files.
         temperature = math.nan
         if isinstance(options.temperature, int | float):

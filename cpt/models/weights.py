@@ -27,6 +27,7 @@ from cpt.models.units import find_blocks
 from cpt.optim.rounding import TO_NEAREST, Rounding
 
 IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+WRAPPED = ".base_layer"  # what peft calls the layer within one of its layers
 
 
 class Snapshot(NamedTensors):
@@ -228,8 +229,9 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
-    """The parameters that no method trains, as the options say: embeddings, the first blocks, and all that no
-    entry of `trainable` finds (with `biases`, BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for more
+    """The parameters that no method trains, as the options say: embeddings, the first blocks, both with their
+    adapters, and all that no entry of `trainable` finds (with `biases`, BitFit; Ben Zaken et al., ACL 2022).
+    Raises ValueError for more
     blocks than there are, and for an entry of `trainable` that finds nothing."""
     frozen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
@@ -241,8 +243,7 @@ def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
         for block in blocks[: freeze.layers]:
             frozen += block.parameters()
         if freeze.embeddings:
-            for table in find_outer_embeddings(model, blocks):
-                frozen += table.parameters()
+            frozen += parameters_within(model, find_outer_embeddings(model, blocks))
     if freeze.trainable is not None:
         trained = find_all_trainable(model, freeze.trainable)
         frozen += [parameter for parameter in model.parameters() if parameter not in trained]
@@ -258,11 +259,20 @@ def find_outer_embeddings(model: nn.Module, blocks: Sequence[nn.Module]) -> list
     return [table for table in tables if table not in block_modules]
 
 
+def parameters_within(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of layers, and of the adapters around them."""
+    names = {module: name for name, module in model.named_modules()}
+    parameters: dict[nn.Parameter, None] = {}
+    for layer in layers:
+        outer = model.get_submodule(names[layer].removesuffix(WRAPPED))
+        parameters.update(dict.fromkeys(outer.parameters()))
+    return list(parameters)
+
+
 def find_all_trainable(model: nn.Module, trainable: str | Sequence[str]) -> set[nn.Parameter]:
     """The parameters of one or several entries; raises ValueError for an entry that finds nothing."""
-    entries = [trainable] if isinstance(trainable, str) else trainable
     trained = set[nn.Parameter]()
-    for entry in entries:
+    for entry in list_trainable_entries(trainable):
         parameters = find_trainable(model, entry)
         if not parameters:
             names = ", ".join([name for name, _ in model.named_parameters()][:6])
@@ -273,6 +283,13 @@ def find_all_trainable(model: nn.Module, trainable: str | Sequence[str]) -> set[
             )
         trained.update(parameters)
     return trained
+
+
+def list_trainable_entries(trainable: str | Sequence[str] | None) -> list[str]:
+    """The entries of the option `trainable`, which may be a single one; none for null."""
+    if trainable is None:
+        return []
+    return [trainable] if isinstance(trainable, str) else list(trainable)
 
 
 def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:

@@ -2,7 +2,7 @@
 trained."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -21,8 +21,10 @@ from cpt.data.mixture import SourceUse
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import KDOptions
 from cpt.models.narrow_layers import find_narrow_weights
+from cpt.models.options import Freeze
 from cpt.models.parameter_groups import find_groups
 from cpt.models.units import find_block_matrices, find_expert_parameters
+from cpt.models.weights import find_frozen, find_trainable, list_trainable_entries
 from cpt.optim.muon import MuonWithAdamW
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
@@ -49,6 +51,9 @@ TRAINING_KEYS = (
     "lr_scheduler",
     "mask",
     "loss",
+    "monitor",
+    "budget",
+    "on_nonfinite",
     "freeze",
     "trainable",
 )
@@ -220,9 +225,71 @@ def find_ineffective_evaluation(plan: Plan) -> Iterator[str]:
     monitor_keys = [key for key in keys if key.startswith("monitor.") and key != "monitor.every"]
     if monitor_keys and not plan.has_monitor:
         yield f"{', '.join(monitor_keys)}: monitor.every is null"
+    chat_keys = [key for key in keys if key.startswith("chats.")]
+    if chat_keys and not plan.measures_chats and is_chosen(plan, "chats"):
+        yield f"{', '.join(chat_keys)}: no held-out chats are measured"
+    answer_keys = [key for key in keys if key.startswith("answers.")]
+    if answer_keys and plan.answers is None and is_chosen(plan, "answers"):
+        yield f"{', '.join(answer_keys)}: the model answers no tasks"
     writes_no_answers = plan.chats is not None and plan.chats.generate == 0
     if "chats.max_new_tokens" in keys and writes_no_answers:
         yield "chats.max_new_tokens: chats.generate is 0"
+
+
+def find_ineffective_logging(plan: Plan) -> Iterator[str]:
+    """Options of trackers that this run does not have, with the reason."""
+    if plan.run.tags and not plan.logger.wandb:
+        yield f"tags={format_value(list(plan.run.tags))}: nothing is logged to W&B (logger=wandb)"
+
+
+def find_options_of_nothing(plan: Plan) -> Iterator[str]:
+    """Options that the command line adds to a choice without any, like `+replay.sources=… replay=none`."""
+    for key in list_set_keys():
+        group, _, option = key.partition(".")
+        if option and not is_chosen(plan, group):
+            yield f"{key}: {group}={plan.resolved[group].get('name', 'none')}"
+
+
+def is_chosen(plan: Plan, group: str) -> bool:
+    """Whether a config group has something chosen; of sections without a class True."""
+    section = plan.resolved.get(group)
+    return not isinstance(section, Mapping) or section.get("_target_", "") is not None
+
+
+def find_ineffective_importances(plan: Plan, module: ContinualMethod) -> Iterator[str]:
+    """The number of importance samples, where it is set and nothing of cpt's own reads one. A class of the
+    user may read them without saying so."""
+    if "trainer.importance_samples" not in list_set_keys():
+        return
+    readers = [module, module.token_weights, *module.masks]
+    packages = {type(reader).__module__.partition(".")[0] for reader in readers}
+    if packages == {"cpt"} and not any(reader.reads_importance_batches for reader in readers):
+        choices = f"method={plan.names['method']} with mask={plan.names['mask']}"
+        yield f"trainer.importance_samples: {choices} estimates nothing on samples"
+
+
+def find_ineffective_freezing(plan: Plan, module: ContinualMethod) -> Iterator[str]:
+    """Options that freeze, or leave to be trained, only what an adapter method does not train anyway."""
+    # What a model that grows trains is not there yet.
+    is_growing = type(module).expand is not ContinualMethod.expand
+    if module.scope is None or is_growing:
+        return
+    untrained_ids = {id(parameter) for parameter in module.scope.others(module.model)}
+
+    def trains_some(parameters: Iterable[nn.Parameter]) -> bool:
+        return any(id(parameter) not in untrained_ids for parameter in parameters)
+
+    method = plan.names["method"]
+    freeze = plan.freeze
+    if freeze.embeddings and not trains_some(find_frozen(module.model, Freeze(embeddings=True, layers=0))):
+        yield f"freeze.embeddings=true: method={method} trains no embedding"
+    if freeze.layers and not trains_some(
+        find_frozen(module.model, Freeze(embeddings=False, layers=freeze.layers))
+    ):
+        yield f"freeze.layers={freeze.layers}: method={method} trains nothing in these blocks"
+    for entry in list_trainable_entries(freeze.trainable):
+        if not trains_some(find_trainable(module.model, entry)):
+            yield f"trainable={entry}: method={method} trains nothing of what it finds"
 
 
 def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMethod) -> Iterator[str]:
@@ -243,7 +310,11 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     if "domains.embedding_samples" in list_set_keys() and not plan.is_ordered_by_texts:
         yield f"domains.embedding_samples: order={format_value(plan.run.order)} is not one by similarity"
 
+    yield from find_options_of_nothing(plan)
+    yield from find_ineffective_logging(plan)
     yield from find_ineffective_evaluation(plan)
+    yield from find_ineffective_importances(plan, module)
+    yield from find_ineffective_freezing(plan, module)
     yield from find_ineffective_replay(plan)
     multiplier = plan.ignored_rate
     if multiplier not in (None, 1):

@@ -1,7 +1,12 @@
 """Masks, the normalisation of the loss, and that neither depends on how a batch is cut up."""
 
+import ast
 import csv
+import importlib
+import inspect
 import logging
+import pkgutil
+import textwrap
 from collections.abc import Iterator
 from functools import partial
 
@@ -9,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cpt import methods
 from cpt.data.sampler import TrainStream
 from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
@@ -188,3 +194,36 @@ def test_what_micro_batches_change_is_logged(method, words, build, caplog):
             assert len(lines) == 1 and words in lines[0] and "accumulate_grad_batches=2" in lines[0]
         else:
             assert not lines
+
+
+def list_methods(parent=ContinualMethod):
+    """The classes of cpt below a class, and below these."""
+    for child in parent.__subclasses__():
+        if child.__module__.startswith("cpt."):
+            yield child
+        yield from list_methods(child)
+
+
+def reads_batches(hook):
+    """Whether a hook does more with its importance batches than hand them to its super-class."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(hook)))
+    handed_on = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("super()."):
+            handed_on.update(node.args)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in handed_on]
+    return any(name.id == "importance_batches" for name in names)
+
+
+def test_methods_say_whether_they_read_importance_batches():
+    for module in pkgutil.iter_modules(methods.__path__):
+        importlib.import_module(f"cpt.methods.{module.name}")
+    classes = set(list_methods())
+    assert len(classes) > 30
+    for cls in classes:
+        hooks = []
+        for ancestor in cls.__mro__:
+            hooks += [
+                vars(ancestor)[name] for name in ("before_domain", "after_domain") if name in vars(ancestor)
+            ]
+        assert cls.reads_importance_batches == any(map(reads_batches, hooks)), cls

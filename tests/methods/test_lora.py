@@ -466,3 +466,13 @@ def test_mocl_pulls_the_new_key_to_new_texts(sapt):
     new = router.cosines[:, 0, 1][batch["domains"] == 1]
     torch.testing.assert_close(term, 3 * (1 - new).sum() / len(batch["domains"]))
     assert torch.autograd.grad(term, [router.key])[0].any()
+
+
+def test_options_that_freeze_layers_freeze_their_adapters(small):
+    options = ("method=lora", "method.embeddings=true", "freeze.embeddings=true", "freeze.layers=1")
+    module = build_method_fixture(small(ORDER, *options)).module
+    frozen_ids = {id(parameter) for parameter in module.frozen}
+    adapters = {name: p for name, p in module.model.named_parameters() if "lora_" in name}
+    frozen = {name for name, parameter in adapters.items() if id(parameter) in frozen_ids}
+    assert frozen == {name for name in adapters if "tok_embeddings" in name or ".layers.0." in name}
+    assert any("lora_embedding" in name for name in frozen)

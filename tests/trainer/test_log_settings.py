@@ -7,6 +7,7 @@ import torch
 
 from cpt.methods.options import KDOptions
 from cpt.trainer import log_settings
+from tests.support.method_fixtures import ORDER, build_method_fixture
 
 MONITOR = "monitor.past, monitor.max_tokens: monitor.every is null"
 ANSWERS = "chats.max_new_tokens: chats.generate is 0"
@@ -43,8 +44,82 @@ def test_options_of_training_where_no_stage_is_trained(set_keys):
 )
 def test_options_of_evaluations_that_the_run_does_not_do(has_monitor, chats, lines, set_keys):
     set_keys("monitor.past", "monitor.every", "monitor.max_tokens", "chats.max_new_tokens", "trainer.steps")
-    plan = SimpleNamespace(has_monitor=has_monitor, chats=chats)
+    plan = SimpleNamespace(
+        has_monitor=has_monitor, chats=chats, measures_chats=True, answers=None, resolved={}
+    )
     assert list(log_settings.find_ineffective_evaluation(plan)) == lines
+
+
+def test_options_of_chats_and_answers_that_a_run_does_not_have(set_keys):
+    set_keys("chats.generate", "answers.when", "answers")
+    resolved = {"chats": {"_target_": "C"}, "answers": {"_target_": "A"}}
+    plan = SimpleNamespace(
+        has_monitor=False, chats=None, measures_chats=False, answers=None, resolved=resolved
+    )
+    expected = ["chats.generate: no held-out chats are measured", "answers.when: the model answers no tasks"]
+    assert list(log_settings.find_ineffective_evaluation(plan)) == expected
+
+
+def test_options_that_are_added_to_a_choice_without_any(set_keys):
+    set_keys("replay.sources", "replay", "loss.share", "trainer.steps", "seed")
+    resolved = {
+        "replay": {"name": "none", "_target_": None},
+        "loss": {"_target_": "L"},
+        "trainer": {"steps": 1},
+    }
+    plan = SimpleNamespace(resolved=resolved)
+    assert list(log_settings.find_options_of_nothing(plan)) == ["replay.sources: replay=none"]
+
+
+def test_tags_of_a_run_that_is_not_logged_to_wandb():
+    for tags, wandb, lines in (
+        (("a", "b"), False, ["tags=[a,b]: nothing is logged to W&B (logger=wandb)"]),
+        (("a", "b"), True, []),
+        ((), False, []),
+    ):
+        plan = SimpleNamespace(run=SimpleNamespace(tags=tags), logger=SimpleNamespace(wandb=wandb))
+        assert list(log_settings.find_ineffective_logging(plan)) == lines
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["method=ncl"], "method=ncl with mask=none"),
+        (["method=ncl", "mask=migu"], "method=ncl with mask=migu"),
+        (["method=ncl", "mask=migu", "mask.migu.importance=fisher"], ""),
+        (["method=ewc"], ""),
+        (["method=ncl", "loss=flow"], ""),
+    ],
+)
+def test_importance_samples_where_nothing_is_estimated_on_them(options, line, small, set_keys):
+    run = build_method_fixture(small(ORDER, *options))
+    set_keys("trainer.steps")
+    assert list(log_settings.find_ineffective_importances(run.plan, run.module)) == []
+    set_keys("trainer.importance_samples")
+    expected = [f"trainer.importance_samples: {line} estimates nothing on samples"] if line else []
+    assert list(log_settings.find_ineffective_importances(run.plan, run.module)) == expected
+
+
+def test_what_is_frozen_of_an_adapter_method_without_effect(small):
+    for options, lines in (
+        (["method=ncl", "freeze.embeddings=true", "trainable=[norms,attention]"], []),
+        (["method=lora", "freeze.layers=1"], []),
+        (["method=lora", "method.embeddings=true", "freeze.embeddings=true"], []),
+        (
+            ["method=lora", "freeze.embeddings=true"],
+            ["freeze.embeddings=true: method=lora trains no embedding"],
+        ),
+        (
+            ["method=lora", "trainable=[norms,attention]"],
+            ["trainable=norms: method=lora trains nothing of what it finds"],
+        ),
+        (
+            ["method=prompt", "freeze.layers=1"],
+            ["freeze.layers=1: method=prompt trains nothing in these blocks"],
+        ),
+    ):
+        run = build_method_fixture(small(ORDER, *options))
+        assert list(log_settings.find_ineffective_freezing(run.plan, run.module)) == lines
 
 
 @pytest.mark.parametrize(
