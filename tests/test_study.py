@@ -28,6 +28,7 @@ PUBLISHED_STUDIES = (
     "das6_mpnet_tuned",
     "das6_tuned",
     "linux_texts",
+    "m2d2_decoder",
     "m2d2_mini",
     "real_decoder",
     "self_distillation",

@@ -5,6 +5,7 @@ docs/studies/m2d2.md.
 FOLDER of --root is that of m2d2_mini.py; --model is a decoder. Rerun the same command to resume."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from cpt.reporting.sections import RunSection
 EXPERIMENT = "m2d2_decoder"
 SWEEPS = (["order=similar,random", "seed=0,1", "method=ncl"],)
 PICTURE = "m2d2-decoder.png"
+LINE_STYLES = ("-", "--")  # of the seeds
 
 
 class TransferPoint(NamedTuple):
@@ -90,19 +92,21 @@ def format_range(values: Sequence[float]) -> str:
 
 
 def draw_transfer(runs_by_order: Mapping[str, Sequence[MeasuredRun]]) -> bytes:
-    """Perplexity relative to the base on earlier and later fields, by the number of fields learned."""
+    """Perplexity relative to the base on earlier and later fields, by the number of fields learned: a colour
+    for each order, a kind of line for each seed."""
     figure = make_figure((11, 4.2))
     earlier_panel, later_panel = figure.subplots(1, 2, sharey=True)
     for number, (order, runs) in enumerate(runs_by_order.items()):
         colour = series_style(number).colour
-        for run in runs:
+        runs_by_seed = sorted(runs, key=lambda run: run.pair[1])
+        for run, line_style in zip(runs_by_seed, cycle(LINE_STYLES), strict=False):
             points = trace_transfer(run)
             stages = [point.stages for point in points]
-            label = f"{order} order, seed {run.pair[1]}"
             on_earlier = np.exp([point.change_on_earlier for point in points])
-            earlier_panel.plot(stages, on_earlier, marker="o", color=colour, label=label)
             on_later = np.exp([point.change_on_later for point in points])
-            later_panel.plot(stages, on_later, marker="o", color=colour)
+            label = f"{order} order, seed {run.pair[1]}"
+            earlier_panel.plot(stages, on_earlier, line_style, marker="o", color=colour, label=label)
+            later_panel.plot(stages, on_later, line_style, marker="o", color=colour)
 
     for axes, title in ((earlier_panel, "earlier fields"), (later_panel, "later fields")):
         axes.axhline(1, color="0.6", linewidth=0.8)
