@@ -254,7 +254,8 @@ def name_row_errors(rows: Iterable[Any], *, section: str, path: str) -> Iterator
 def describe_library_error(error: Exception) -> str:
     """The message of an error of `datasets` on one line, with its class where a message is often a key."""
     message = find_cause_message(error)
-    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
+    is_sentence = isinstance(error, ValueError | ConnectionError)
+    return message if is_sentence else f"{type(error).__name__}: {message}"
 
 
 def refuse_parts(splits: Mapping[str, str], *, section: str) -> None:
