@@ -90,7 +90,7 @@ def test_the_sum_by_tensor_has_its_row_on_the_page_and_leaves_the_run_whole(
     assert row.domains == scores.domains and min(changes) > 0
     assert "0.5 x (tuned - " in row.description and row.description in (folder / "README.md").read_text()
     assert row.chats["chats"] == 1 and row.chats["rise"][0] == row.chats["nll"] - row.chats["tuned_nll"]
-    assert "of 1 held-out chats" in (folder / "README.md").read_text()
+    assert "of 1 held-out chat" in (folder / "README.md").read_text()
     assert "Models made of this run" in (run / "report.md").read_text()
     assert (run / "scores.json").read_bytes() == stored_scores
     assert RunDir(run).find_damaged_outputs(full=True) == []

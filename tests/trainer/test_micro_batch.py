@@ -216,7 +216,7 @@ def test_what_cannot_be_computed_or_does_not_fit_is_refused(small, small_gpt2, t
     [
         (
             "trainer.micro_batch=3",
-            "micro_batch=3 is invalid with trainer.batch_size=8 of 1 processes. .* 1, 2, 4",
+            "micro_batch=3 is invalid with trainer.batch_size=8 of 1 process. .* 1, 2, 4",
         ),
         ("trainer.micro_batch=8 trainer.devices=2", "micro_batch=8 is .* of 2 processes. Allowed: 1, 2, 4"),
         ("trainer.micro_batch=0", "trainer.micro_batch=0 is invalid"),
