@@ -75,6 +75,14 @@ def check_start(plan: Plan, run: RunDir) -> None:
         check_environment()
     if not is_utf8(run.path):
         raise ValueError(f"the run folder {run.path} is invalid: not UTF-8. Allowed: another hydra.run.dir")
+    named_paths = {
+        "cache_dir": plan.run.cache_dir,
+        "model.name_or_path": plan.model.name_or_path,
+        "model.tokenizer": plan.model.tokenizer,
+    }
+    for key, path in named_paths.items():
+        if path is not None and not is_utf8(Path(path)):  # safetensors and tokenizers take no other names
+            raise InvalidOptionError(key, path, reason="it is not UTF-8", allowed="a path in UTF-8")
     try:
         Path(plan.run.cache_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:

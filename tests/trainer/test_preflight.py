@@ -20,7 +20,7 @@ from cpt.core.config import identity, plain_config
 from cpt.core.errors import find_reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
-from cpt.train import check_base_folder
+from cpt.train import check_base_folder, check_start
 from cpt.trainer import hydra_callback
 from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
@@ -239,6 +239,16 @@ def test_attention_weights_and_config_are_checked_before_any_text_is_read(checkp
     wrapped_weights = {f"module.{name}": weight for name, weight in weights.items()}
     save_file(wrapped_weights, checkpoint / "model.safetensors")
     assert "'module.', of a wrapper of the model, is in the names of tensors" in unread(small(key))
+
+
+@pytest.mark.parametrize("key", ["cache_dir", "model.name_or_path"])
+def test_a_path_that_is_not_utf8_is_refused_at_once(key, small, tmp_path):
+    """safetensors calls the files below it damaged, tokenizers and caches end in an error of a codec."""
+    folder = tmp_path / "caf\udce9"
+    folder.mkdir()
+    plan = make_plan(small(f'{key}="{folder}"'))
+    with pytest.raises(ValueError, match=f"{key}=.* is invalid: it is not UTF-8. Allowed: a path in UTF-8"):
+        check_start(plan, RunDir(tmp_path / "run"))
 
 
 def test_a_tokenizer_with_added_tokens_is_checked_before_any_text_is_read(
