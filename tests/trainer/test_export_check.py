@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from cpt.methods.base import ContinualMethod
 from cpt.models.loading import load_model
 from cpt.trainer import stage
-from cpt.trainer.export_check import check_export, draw_sample
+from cpt.trainer.export_check import check_export, choose_tokens, draw_sample
 from tests.runs.reading import read_scores
 from tests.support.method_fixtures import build_method_fixture
 
@@ -69,6 +69,12 @@ def test_a_lost_row_of_a_token_that_the_held_out_text_does_not_have_is_noticed(e
     rewrite(folder, lose_row)
     with pytest.raises(ValueError, match="on tokens from all of the vocabulary its loss is .* rows of emb"):
         check()
+
+
+def test_half_of_the_spread_tokens_are_the_last_of_the_vocabulary():
+    tokens = choose_tokens(torch.zeros(2, 50), 1000).flatten().tolist()
+    assert {*range(950, 1000)} < {*tokens}  # where new tokens are
+    assert min(tokens) == 0 and len({*tokens}) == 100
 
 
 def test_a_head_that_becomes_tied_again_is_noticed(exported):
