@@ -355,6 +355,12 @@ PRIVATE_APIS = (
     ),
     PrivateAPI(
         "transformers:PreTrainedModel",
+        "_keys_to_ignore_on_load_unexpected",
+        ("models.stored_weights",),
+        "stored weights of other parts, which a class skips without a report",
+    ),
+    PrivateAPI(
+        "transformers:PreTrainedModel",
         "_keys_to_ignore_on_save",
         ("models.streamed_files",),
         "weights that transformers does not save",

@@ -70,6 +70,9 @@ class WeightsReport:
     missing: list[str]
     unused: list[str]
     mismatched: list[tuple[str, torch.Size, torch.Size]]  # a name, its stored shape, and the model's
+    left_out: list[
+        str
+    ]  # matrices of other parts, which the class skips by name, like those of an image encoder
 
 
 def weight_names(config: PretrainedConfig) -> list[str]:
@@ -217,7 +220,11 @@ def compare_weights(
     model_class: type[PreTrainedModel], config: PretrainedConfig, stored: StoredWeights, *, checkpoint: str
 ) -> WeightsReport:
     """What transformers would report on loading: nothing is loaded, all tensors are on the meta device.
-    Raises ValueError for tensors that do not combine into those of the model."""
+    `config` is that of the checkpoint. Raises ValueError for tensors that do not combine into those of the
+    model."""
+    # Of a model of images and text, like Qwen3.5, the class may be that of its text decoder alone.
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
     try:
         model, loading_info = model_class.from_pretrained(
             None,
@@ -245,7 +252,20 @@ def compare_weights(
         missing=missing,
         unused=sorted(loading_info["unexpected_keys"]),
         mismatched=sorted(loading_info["mismatched_keys"]),
+        left_out=find_left_out(model, stored),
     )
+
+
+def find_left_out(model: PreTrainedModel, stored: StoredWeights) -> list[str]:
+    """The names of stored matrices that the model's class skips without a report. Buffers of old
+    checkpoints, which it skips too, are no matrices of floating-point numbers."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    names = []
+    for name, tensor in stored.tensors.items():
+        is_matrix = tensor.ndim == 2 and tensor.is_floating_point()
+        if is_matrix and any(re.search(pattern, name) for pattern in patterns):
+            names.append(name)
+    return sorted(names)
 
 
 def check_report(
@@ -343,6 +363,9 @@ def first_match(pattern: re.Pattern[str], names: Iterable[str]) -> str:
 
 def log_unused(report: WeightsReport, stored: StoredWeights, checkpoint: str) -> None:
     """Logs the stored tensors that the model has no place for; a warning where they are blocks."""
+    if report.left_out:
+        left_out = f"{count_noun(len(report.left_out), 'matrix', 'matrices')} ({abbreviate(report.left_out)})"
+        log.info("Training without %s of %s: the exported model does not have them", left_out, checkpoint)
     if not report.unused:
         return
     description = f"{count_noun(len(report.unused), 'tensor')} ({abbreviate(report.unused)})"

@@ -18,6 +18,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from cpt.models import loading
@@ -100,6 +102,24 @@ def refusal(folder, objective="causal", *, head_steps=None) -> str:
 def test_whole_checkpoints_of_every_format_are_accepted(kind, form, tmp_path, caplog):
     assert refusal(checkpoint_of(kind, tmp_path, form)) == ""
     assert not own_records(caplog)
+
+
+def test_of_a_model_of_images_and_text_the_decoder_is_trained_and_the_rest_is_named(tmp_path, caplog):
+    caplog.set_level("INFO")
+    text = DECODER | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=text, vision_config=images)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+
+    assert refusal(tmp_path) == ""
+    (record,) = own_records(caplog)
+    assert "Training without " in record.message and "model.visual." in record.message
+    assert "language_model" not in record.message
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    write(tmp_path, leave_out_tensors("layers.1.mlp.up")(tensors), "model.safetensors")
+    assert "lacks 1 tensor of those in config.json: model.layers.1.mlp.up_proj.weight" in refusal(tmp_path)
 
 
 def leave_out_tensors(*parts):
@@ -200,7 +220,7 @@ def test_the_prefix_of_a_large_mixture_of_experts_is_found_in_seconds():
     names = [f"layers.{block}.experts.{expert}.w" for block, expert in numbers]
     stored = StoredWeights({f"net.{name}": torch.empty(0, device="meta") for name in names}, {})
     start = time.monotonic()
-    assert find_wrapper(stored, WeightsReport(names, [], [])) == "net."
+    assert find_wrapper(stored, WeightsReport(missing=names, unused=[], mismatched=[], left_out=[])) == "net."
     assert time.monotonic() - start < 5  # each name against each of the others takes minutes
 
 
