@@ -106,8 +106,14 @@ def test_whole_checkpoints_of_every_format_are_accepted(kind, form, tmp_path, ca
 
 def test_of_a_model_of_images_and_text_the_decoder_is_trained_and_the_rest_is_named(tmp_path, caplog):
     caplog.set_level("INFO")
-    text = DECODER | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    text = {
+        **DECODER,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
     images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = Qwen3_5Config(text_config=text, vision_config=images)
     Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)

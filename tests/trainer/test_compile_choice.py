@@ -34,7 +34,7 @@ def capability(monkeypatch):
         ("trainer.steps=null trainer.tokens=64000", ""),  # of 8 x 16 tokens
         ("domains.packing=document_mask", ""),
         ("trainer.steps=499", "none, the domains have 998 steps together, and it pays from 1,000 on"),
-        ("trainer.steps=null trainer.tokens=63000", "none, 984 steps"),
+        ("trainer.steps=null trainer.tokens=63000", "none, the domains have 984 steps"),
         ("domains.packing=none", "none, batches are as wide as their longest sample"),
         (
             "mask=migu mask.migu.backend=backward mask.migu.apply_to=gradient",

@@ -151,7 +151,7 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
 
     [file] = tmp_path.glob("*.shards/*.distcp")
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"\.shards: .*distcp has \d+ bytes, .*; delete .*001-l.*\.ckpt"):
+    with pytest.raises(ValueError, match=r"\.shards: .*distcp has [\d,]+ bytes, .*; delete .*001-l.*\.ckpt"):
         load_stage(path)
 
 
