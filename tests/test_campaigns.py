@@ -64,3 +64,12 @@ def test_a_campaign_whose_programs_are_missing_is_skipped(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["campaigns", "slurm"])
     assert frame.main() == 0
     assert capsys.readouterr().out == "slurm: skipped, no slurmctld here\n"
+
+
+def test_a_report_has_no_path_of_the_machine(tmp_path):
+    report = frame.Report(tmp_path / "report.json", {"campaign": "kills", "asked": 1, "seed": 0})
+    work_folder = tmp_path / "work"
+    error = f'File "{frame.ROOT}/tests/campaigns/kills.py", line 1: {work_folder}/run is not finished'
+    report.add({"number": 0, "fine": False, "seconds": 1, "error": error}, work_folder=work_folder)
+    assert report.path.read_text().count("tests/campaigns/kills.py") == 1
+    assert str(frame.ROOT) not in report.path.read_text() and str(tmp_path) not in report.path.read_text()

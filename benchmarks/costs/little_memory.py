@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import RESULTS, describe_version, run_trials  # noqa: E402
+from tests.campaigns.frame import RESULTS, describe_version, run_trials, without_paths  # noqa: E402
 from tests.conftest import VOCABULARIES, sentences  # noqa: E402
 from tests.support.forked_scripts import read_proc, start_script, wait_for, wait_for_exit  # noqa: E402
 
@@ -218,7 +218,7 @@ def main() -> int:
         "trials": results,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1).replace(f"{folder}/", "") + "\n")
+    options.out.write_text(without_paths(json.dumps(report, indent=1), Path(folder)) + "\n")
     print(f"memory: {num_fine} of {len(results)} fine, {seconds} s")
     return int(num_fine < len(results))
 

@@ -35,7 +35,8 @@ def find_missing_host(name: str, kind: RepositoryKind) -> str | None:
     host = urlsplit(constants.ENDPOINT).hostname
     if constants.HF_HUB_OFFLINE or host is None or getproxies():
         return None
-    if Path(name).exists() or not is_hub_name(name) or is_in_hub_cache(name, kind) or has_address(host):
+    # Names of the Hub are short: a path that the file system refuses for its length is not looked for.
+    if not is_hub_name(name) or Path(name).exists() or is_in_hub_cache(name, kind) or has_address(host):
         return None
     return host
 

@@ -60,6 +60,12 @@ def describe_version() -> dict[str, str]:
     return {"day": datetime.now(UTC).date().isoformat(), "commit": commit}
 
 
+def without_paths(text: str, work_folder: Path) -> str:
+    """A text without the paths of this machine: those below the folder of the trials and below the checkout,
+    which tracebacks name, become relative to it."""
+    return text.replace(f"{work_folder}/", "").replace(f"{ROOT}/", "")
+
+
 class Report:
     """The JSON file of a campaign, written after each trial: one that is stopped leaves what it has made."""
 
@@ -96,7 +102,7 @@ class Report:
         text = json.dumps(self.head | counts | {"trials": self.outcomes}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{self.path.name}.partial")
-        partial.write_text(text.replace(f"{work_folder}/", "") + "\n")  # no machine's paths
+        partial.write_text(without_paths(text, work_folder) + "\n")
         os.replace(partial, self.path)
 
     def describe(self) -> str:
