@@ -208,6 +208,48 @@ def test_other_forms_of_calls_and_chats_are_the_same_chat():
     assert read_example(write_example(read(agent(""), tools=TOOLS))) == read(agent(""), tools=TOOLS)
 
 
+@pytest.mark.parametrize("name", ["gpt", "chatgpt", "Bard", "bing", "Assistant", " ASSISTANT"])
+def test_names_of_the_assistant_and_roles_of_any_case_are_those_of_templates(name):
+    expected = read([{"role": "system", "content": "be"}, user("hello"), assistant("one")]).turns
+    spoken = [("System", "be"), ("Human", "hello"), (name, "one")]
+    rows = [
+        {"conversations": [{"from": role, "value": text} for role, text in spoken]},
+        {"messages": [{"role": role, "content": text} for role, text in spoken]},
+        {"messages": [{"role": role.replace("Human", "USER"), "content": text} for role, text in spoken]},
+    ]
+    for row in rows:
+        assert read_chat(row, "chats.jsonl, line 1", IgnoredKeys()).turns == expected
+        assert read_chat(row, "chats.jsonl, line 1", IgnoredKeys()).turns[2].is_answer
+
+    # Roles that no data set shares are the template's, which refuses them.
+    for role in ("Narrator", "observation"):
+        assert read([{"role": role, "content": "so"}, *exchanges(["one"])]).turns[0].role == role
+    row = {"conversations": [{"from": "Narrator", "value": "so"}, {"from": "model", "value": "one"}]}
+    with pytest.raises(BadExampleError, match="its roles are Narrator, model. Allowed"):
+        read_chat(row, "chats.jsonl, line 1", IgnoredKeys())
+
+
+def test_lists_of_messages_and_of_calls_may_be_json_in_texts():
+    messages = agent("")
+    halves = {"prompt": exchanges(["one"])[:1], "completion": [assistant("one")]}
+    sharegpt = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "one"}]}
+    for row in ({"messages": messages, "tools": TOOLS}, halves, sharegpt):
+        texts = {key: json.dumps(value) for key, value in row.items()}
+        ignored = IgnoredKeys()
+        assert read_chat(texts, "a.csv, row 1", ignored) == read_chat(row, "a.csv, row 1", IgnoredKeys())
+        assert not ignored.of_rows and not ignored.of_messages
+
+    calls = agent("")
+    calls[1] = assistant("", tool_calls=json.dumps([CALL]))
+    assert read(calls).turns == read(messages).turns
+    calls[1] = assistant("", function_call=json.dumps({"name": "w", "arguments": {"city": "Paris"}}))
+    assert read(calls).turns[1].details["tool_calls"][0]["function"]["name"] == "w"
+
+    for text in ("hello", "[1, 2]", '{"role": "user"}', "[" * 100_000):
+        with pytest.raises(BadExampleError, match="'messages' is not a list of messages: .*JSON as a text"):
+            read(text)
+
+
 def test_arguments_are_texts_where_the_template_prints_no_objects():
     tokenizer, answers = answers_of(chat_templates.DEEPSEEK, agent(""))
     assert tokenizer.decode(answers[0].ids) == '<tool_call>w\n{"city": "Paris"}</tool_call></s>'

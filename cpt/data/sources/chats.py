@@ -11,8 +11,24 @@ from typing import Any
 from cpt.core.messages import abbreviate
 from cpt.data.sources.examples import ASSISTANT, USER, BadExampleError, RawExample, Turn
 
+CHATS_FORMAT = 4  # part of stamps: raise it when other turns are read of the same files
 SYSTEM, TOOL = "system", "tool"
-SHAREGPT_ROLES = {"human": USER, "gpt": ASSISTANT, "observation": TOOL, "function_response": TOOL}
+# Who speaks, by the names that data sets give, in any case. Other roles are left to the chat template.
+ROLES = {
+    "system": SYSTEM,
+    "developer": "developer",
+    "user": USER,
+    "human": USER,
+    "assistant": ASSISTANT,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bard": ASSISTANT,
+    "bing": ASSISTANT,
+    "tool": TOOL,
+    "function": TOOL,  # OpenAI's older name
+}
+# Of ShareGPT's form alone: there are templates with a role `observation`.
+SHAREGPT_ROLES = {"observation": TOOL, "function_response": TOOL}
 FUNCTION_CALL = "function_call"  # OpenAI's older form of a tool call, and ShareGPT's role of one
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 LABEL_KEYS = ("name", "tool_call_id")  # who speaks, and which call a result belongs to
@@ -142,15 +158,17 @@ def is_list_of_objects(value: Any) -> bool:
 
 
 def list_of_messages(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
-    messages = row.get(key)
+    """The messages of a row: a list, or its JSON, as in tables whose cells are texts. Raises BadExampleError
+    for anything else."""
+    messages = parsed_json(row.get(key))
     if messages is None:
         raise BadExampleError(
             f"{where} has no turn of the {ASSISTANT}: no {key!r}. Allowed: {MESSAGES_FORM}", f"no {key}"
         )
     if not is_list_of_objects(messages):
         raise BadExampleError(
-            f"{where}: {key!r} is not a list of messages: {messages!r:.60}. Allowed: {MESSAGES_FORM}; "
-            "or domains.format=jsonl with domains.columns for texts",
+            f"{where}: {key!r} is not a list of messages: {messages!r:.60}. Allowed: {MESSAGES_FORM}, "
+            "or its JSON as a text; domains.format=jsonl with domains.columns for texts",
             f"{key} that is not a list of messages",
         )
     return messages
@@ -163,9 +181,10 @@ def from_sharegpt(message: Mapping[str, Any]) -> Mapping[str, Any]:
     other_keys = {key: value for key, value in message.items() if key not in ("from", "value")}
     role = message["from"]
     value = message.get("value")
-    if role == FUNCTION_CALL:
-        return {"role": ASSISTANT, "content": "", "tool_calls": parsed_json(value), **other_keys}
-    return {"role": SHAREGPT_ROLES.get(str(role), role), "content": value, **other_keys}
+    folded_role = str(role).strip().lower()
+    if folded_role == FUNCTION_CALL:
+        return {"role": ASSISTANT, "content": "", "tool_calls": value, **other_keys}
+    return {"role": SHAREGPT_ROLES.get(folded_role, role), "content": value, **other_keys}
 
 
 def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Turn:
@@ -174,8 +193,7 @@ def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
         raise BadExampleError(f"{where}: the role of a message is {role!r:.60}. Allowed: a text", "no role")
-    if role == "function":  # OpenAI's older name
-        role = TOOL
+    role = ROLES.get(role.strip().lower(), role)
 
     details: dict[str, Any] = {}
     calls = read_tool_calls(message, where)
@@ -249,9 +267,9 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
     """The calls of a message as chat templates take them: {type: function, function: {name, arguments}},
     whose arguments are an object; OpenAI stores them as JSON in a text."""
     # OpenAI's older form is one call without a list, and some data sets have a single call without one.
-    calls = message.get("tool_calls") or []
+    calls = parsed_json(message.get("tool_calls")) or []
     if not calls and message.get(FUNCTION_CALL):
-        calls = [{"function": message[FUNCTION_CALL]}]
+        calls = [{"function": parsed_json(message[FUNCTION_CALL])}]
     if not isinstance(calls, list):
         calls = [calls]
 
@@ -322,5 +340,5 @@ def parsed_json(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):  # also a number of more digits than Python reads
         return value

@@ -18,7 +18,7 @@ from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.messages import count_noun
 from cpt.core.schema import BelowOne, Count, Options, Positive, Text, config, option
 from cpt.data.sources.base import EXAMPLES, TEXT
-from cpt.data.sources.chats import IgnoredKeys, read_chat
+from cpt.data.sources.chats import CHATS_FORMAT, IgnoredKeys, read_chat
 from cpt.data.sources.examples import (
     BadExampleError,
     BadExamples,
@@ -155,6 +155,8 @@ class MixedReader:
             options.max_documents,
             options.on_bad_example,
         ]
+        if options.has_chats:
+            values.append(CHATS_FORMAT)
         if options.is_local:
             values.append(stamp_files(self.find_files()))
         return ["replay.sources", values]
@@ -246,7 +248,7 @@ class MixedReader:
             return
         for path in self.find_files():
             if find_suffix(path) in PLAIN_SUFFIXES:
-                raise ValueError(f"{path} is no table of chats. Allowed: JSON lines with {MESSAGES}, parquet")
+                raise ValueError(f"{path} is no table of chats. Allowed: a table with {MESSAGES}")
             with naming_file(path):
                 yield from table_rows(path, reject=partial(reject_record, bad))
 

@@ -25,7 +25,7 @@ from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, con
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources import files as text_files
 from cpt.data.sources.base import GENERAL, Encoding, Source
-from cpt.data.sources.chats import IgnoredKeys, read_chat
+from cpt.data.sources.chats import CHATS_FORMAT, IgnoredKeys, read_chat
 from cpt.data.sources.examples import (
     BadExampleError,
     BadExamples,
@@ -60,7 +60,6 @@ SPELLING = {"thlete": "athlete"}
 # Of a closed set of answers: how many it has at most, and how often each occurs on average at least.
 MAX_CHOICES, MIN_PER_CHOICE = 50, 2
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
-CHATS_FORMAT = 3  # raise it when other turns are read of the same files
 TEMPLATE_FIELDS = set(FIELDS) - {"instruction", "text"}  # that the template fills in itself
 
 
@@ -88,7 +87,7 @@ def suffixes_of(layout: str) -> tuple[str, ...]:
         case "jsonl":
             return (".jsonl", ".ndjson")
         case "messages":
-            return (".jsonl", ".ndjson", ".json", ".parquet")
+            return (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
         case "fewshot_tsv":
             return (".txt",)
     return (".json",)

@@ -1,5 +1,6 @@
 """Supervised tasks as they are published, read into questions with answers."""
 
+import csv
 import gzip
 import json
 import logging
@@ -322,6 +323,26 @@ def make_chats(count, first=0):
         question = {"role": "user", "content": f"hello {number}"}
         chats.append({"messages": [question, {"role": "assistant", "content": f"good day {number}"}]})
     return chats
+
+
+def test_chats_in_tables_of_texts_are_those_of_json_lines(open_source, tmp_path):
+    chats = make_chats(3)
+    write_lines(tmp_path / "root" / "lines" / "train.jsonl", chats)
+    for suffix, delimiter in (("csv", ","), ("tsv", "\t")):
+        path = tmp_path / "root" / suffix / f"train.{suffix}"
+        path.parent.mkdir(parents=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file, delimiter=delimiter)
+            table.writerow(["id", "messages"])
+            for number, chat in enumerate(chats):
+                table.writerow([number, json.dumps(chat["messages"])])
+    source = open_source("domains.format=messages", group="instructions")
+    assert source.names == ["csv", "lines", "tsv"]
+
+    turns = {}
+    for name in source.names:
+        turns[name] = [read_example(document).turns for _, document in source.read(name)]
+    assert turns["csv"] == turns["tsv"] == turns["lines"] and len(turns["lines"]) == 3
 
 
 def test_validation_chats_are_those_of_the_file_and_keys_that_are_not_read_are_logged(
