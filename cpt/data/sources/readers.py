@@ -66,7 +66,7 @@ CONTROL_BYTES = bytes([*range(0x08), *range(0x0E, 0x1B)])
 MIN_CONTROL_BYTES = 4
 MAX_CONTROL_SHARE = 0.05
 DELIMITERS = (",", ";", "\t", "|")
-DECLARED_DELIMITER = re.compile(r"sep=(\S)", re.IGNORECASE)  # a first line that Excel writes and reads
+DECLARED_DELIMITER = re.compile(r"sep=([^\w\r\n ]) *[\r\n]*", re.IGNORECASE)  # a first line of Excel
 COLUMN_OPTION = "domains.column"  # that names the column of the text, for messages
 CHAT_COLUMNS = {"messages", "conversations"}  # of tables of chats, see cpt.data.sources.chats
 TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
@@ -418,19 +418,27 @@ def refuse_pointer(path: Path, beginning: bytes) -> None:
 def refuse_binary(path: Path, number: int, line: bytes) -> None:
     """Raises ValueError for a line with control characters as only binary files have them."""
     text = line.translate(None, CONTROL_BYTES)
-    num_control = len(line) - len(text)
-    if num_control == 0:
+    if len(text) == len(line):
         return
     # UTF-16 has NULs at every other byte of Latin text; UTF-32 and a tail of NULs also have them between.
     fewer_zeros, more_zeros = sorted((line[::2].count(0), line[1::2].count(0)))
     if len(line) > 3 and 4 * more_zeros > len(line) > 16 * fewer_zeros and text.strip():
         raise EncodingError(path, reason="it looks like UTF-16", encoding="UTF-16")
-    is_many = num_control >= MIN_CONTROL_BYTES and num_control > MAX_CONTROL_SHARE * len(line)
-    if is_many or not text.strip():
+    num_control = count_binary_control(line)
+    if num_control > 0:
         raise ValueError(
-            f"{path}, line {number} has {num_control} NULs or other control characters: "
+            f"{path}, line {number} has {count_noun(num_control, 'NUL')} or other control characters: "
             "it is damaged or no text. Allowed: text in UTF-8"
         )
+
+
+def count_binary_control(text: bytes) -> int:
+    """How many control characters a text has that is no text: only binary files have such a share of them, or
+    it has nothing else. 0 for other texts."""
+    visible = text.translate(None, CONTROL_BYTES)
+    num_control = len(text) - len(visible)
+    is_many = num_control >= MIN_CONTROL_BYTES and num_control > MAX_CONTROL_SHARE * len(text)
+    return num_control if is_many or not visible.strip() else 0
 
 
 def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
@@ -519,19 +527,20 @@ def csv_rows(
     text = read_lines(path, oddities)
     first_line = next(text, "")
     delimiter = choose_delimiter(first_line, columns)
-    declared = DECLARED_DELIMITER.fullmatch(first_line.strip())
+    declared = DECLARED_DELIMITER.fullmatch(first_line)
     if declared is not None:  # a blank line in its place keeps the numbers of the others
         delimiter = declared[1]
         first_line = "\n"
     reader = csv.reader(chain([first_line], text), delimiter=delimiter, strict=True)
-    header = next(filter(None, reader), [])
+    rows = read_table_rows(path, reader)
+    header = next(rows, [])
     if len({*header}) < len(header):
         raise ValueError(f"{path} has a column twice: {', '.join(header)}. Allowed: each name once")
 
     # Files that were joined have their header several times.
     num_repeated = 0
     num_columns = len(header)
-    for row in read_table_rows(path, reader):
+    for row in rows:
         position = f"{path}, line {reader.line_num}"
         if row == header:
             num_repeated += 1
@@ -623,21 +632,25 @@ def number_rows(path: Path, batches: Iterable[pa.RecordBatch], reject: Reject) -
     for batch in batches:
         # At once, which is fast; where a text of the batch is not UTF-8, row by row, to find which one.
         try:
-            values = batch.to_pylist()
+            rows = batch.to_pylist()
         except UnicodeDecodeError:
-            values = None
-        for index in range(len(batch)):
-            position = f"{path}, row {num_before + index + 1}"
-            if values is not None:
-                yield position, values[index]
-                continue
-            try:
-                (row,) = batch.slice(index, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                reject(ValueError(f"{position} is not UTF-8: {error.reason}. Allowed: text in UTF-8"))
-                continue
-            yield position, row
+            rows = [read_batch_row(batch, index) for index in range(len(batch))]
+        for number, row in enumerate(rows, start=num_before + 1):
+            position = f"{path}, row {number}"
+            if isinstance(row, UnicodeDecodeError):
+                reject(ValueError(f"{position} is not UTF-8: {row.reason}. Allowed: text in UTF-8"))
+            else:
+                yield position, row
         num_before += len(batch)
+
+
+def read_batch_row(batch: pa.RecordBatch, index: int) -> dict[str, Any] | UnicodeDecodeError:
+    """A row of a table; the error if a text of it is not UTF-8."""
+    try:
+        (row,) = batch.slice(index, 1).to_pylist()
+    except UnicodeDecodeError as error:
+        return error
+    return row
 
 
 def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
@@ -663,13 +676,8 @@ def column_texts(
 def refuse_control(where: str, column: str, text: str) -> None:
     """Raises ValueError for a text with control characters as only binary files have them, like the bytes of
     a PDF that was exported as text."""
-    raw = text.encode(errors="replace")
-    visible = raw.translate(None, CONTROL_BYTES)
-    num_control = len(raw) - len(visible)
-    if num_control == 0:
-        return
-    is_many = num_control >= MIN_CONTROL_BYTES and num_control > MAX_CONTROL_SHARE * len(raw)
-    if is_many or not visible.strip():
+    num_control = count_binary_control(text.encode(errors="replace"))
+    if num_control > 0:
         characters = count_noun(num_control, "control character")
         raise ValueError(f"{where}: column {column!r} has {characters}: it is no text. Allowed: text")
 

@@ -227,7 +227,7 @@ def test_byte_order_marks_of_joined_files_are_removed_and_counted(tmp_path, capl
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"One.\nTwo." + bytes(4096), "line 2 has 4096 NULs"),
+        (b"One.\nTwo." + bytes(4096), "line 2 has 4,096 NULs"),
         (b"One.\n" + bytes(3), "line 2 has 3 NULs"),
         ("\n\nhello world\n".encode("utf-16-le"), "looks like UTF-16|control characters"),
         ("Привет, мир. Это текст.\n".encode("utf-16-le"), "control characters"),
@@ -270,7 +270,16 @@ def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path):
     ],
 )
 def test_quotes_that_no_table_has_are_told_with_their_lines(rows, lines, tmp_path):
-    write(tmp_path / "a" / "x.csv", f"id,text\n{rows}")
+    refuse_table(tmp_path, f"id,text\n{rows}", lines)
+
+
+def test_quotes_that_no_line_of_names_has_are_told_with_it(tmp_path):
+    refuse_table(tmp_path, '"id"s,text\n1,One.\n', "line 1")
+    refuse_table(tmp_path, 'id,"text\n1,One.\n', "lines 1 to 2")
+
+
+def refuse_table(tmp_path, content, lines):
+    write(tmp_path / "a" / "x.csv", content)
     with pytest.raises(
         ValueError, match=f"x.csv, {lines} cannot be read as a row .* Allowed: texts with del"
     ):
@@ -279,6 +288,8 @@ def test_quotes_that_no_table_has_are_told_with_their_lines(rows, lines, tmp_pat
 
 def test_the_delimiter_that_excel_declares_is_taken(tmp_path):
     write(tmp_path / "a" / "x.csv", "\ufeffsep=;\r\nid;text\r\n1;One, two.\r\n")
+    assert read_texts(tmp_path) == ["One, two."]
+    write(tmp_path / "a" / "x.csv", "sep=\t\r\nid\ttext\r\n1\tOne, two.\r\n")
     assert read_texts(tmp_path) == ["One, two."]
     write(tmp_path / "a" / "x.csv", "sep=;\nid;text\n1;One.\n2\n")
     with pytest.raises(ValueError, match="x.csv, line 4 has 1 value"):
