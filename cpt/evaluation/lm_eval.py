@@ -16,6 +16,7 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -30,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.core.config import digest
 from cpt.core.errors import find_reason, unknown_name
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.hub_access import check_data_set_access
 from cpt.core.messages import count_noun
 from cpt.evaluation.options import LMEvalOptions
 from cpt.models.forward import set_mode
@@ -206,7 +208,8 @@ def load_columns(options: LMEvalOptions) -> dict[str, Column]:
                 )
             )
         try:
-            loaded = manager.load([name])
+            with checking_data_set_access():
+                loaded = manager.load([name])
         except Exception as error:  # what the harness, a task's code or the reader of its data raises
             raise ValueError(
                 f"benchmark.tasks={name} is invalid: {find_reason(error)}; "
@@ -220,6 +223,30 @@ def load_columns(options: LMEvalOptions) -> dict[str, Column]:
             for task_name, task in loaded["tasks"].items():
                 columns[task_name] = Column({task_name: task}, {})
     return columns
+
+
+@contextmanager
+def checking_data_set_access() -> Iterator[None]:
+    """Inside the context `datasets.load_dataset`, by which a task of the harness reads its data when it is
+    made, raises ConnectionError at once for a data set of the Hub, whose host has no address: its client
+    would ask again and again, for minutes."""
+    load = datasets.load_dataset
+
+    def load_within_reach(path: str, *arguments: Any, **options: Any) -> Any:
+        # With files of its own a task names how they are read, like `json`: no data set of the Hub.
+        is_reader = "/" not in path and bool(options.get("data_files") or options.get("data_dir"))
+        if not is_reader:
+            try:
+                check_data_set_access(path)
+            except ConnectionError as error:
+                raise ConnectionError(f"its data set {path}: {error}") from None
+        return load(path, *arguments, **options)
+
+    datasets.load_dataset = load_within_reach
+    try:
+        yield
+    finally:
+        datasets.load_dataset = load
 
 
 def check_task(name: str, task: Task) -> None:

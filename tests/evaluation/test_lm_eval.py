@@ -1,8 +1,10 @@
 """Tasks measured by the lm-evaluation-harness itself, on small models in memory, offline."""
 
 import random
+import socket
 from copy import deepcopy
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import log_softmax
 
 pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
+from cpt.core import hub_access
 from cpt.evaluation.lm_eval import Harness
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES
@@ -102,6 +105,44 @@ def test_weights_generators_and_tokenizer_stay_and_nothing_is_said(folder, model
     assert measurements[0]["shots"] == 2 and measurements[0]["metrics"] != plain["metrics"]
     assert measurements[1]["metrics"].keys() == {"exact_match"} and measurements[1]["chance"] is None
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_data_set_of_the_hub_without_a_network_is_refused_at_once(folder, tmp_path, monkeypatch):
+    def fail(host, port):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    monkeypatch.setattr(hub_access.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_access, "getproxies", dict)
+    load = datasets.load_dataset
+    loaded_paths = []
+
+    def note_load(path, *arguments, **options):
+        loaded_paths.append(path)
+        if path == "json":
+            return load(path, *arguments, **options)
+        raise OSError("asked")
+
+    monkeypatch.setattr(datasets, "load_dataset", note_load)
+    text = (folder / "next_word.yaml").read_text()
+    begin = text.index("dataset_kwargs")
+    end = text.index("test_split")
+    on_hub = text[:begin] + text[end:]
+    for name, path in (("far_word", "nobody/words"), ("old_word", "words")):
+        changed = on_hub.replace("task: next_word", f"task: {name}")
+        (tmp_path / f"{name}.yaml").write_text(changed.replace("dataset_path: json", f"dataset_path: {path}"))
+        reason = "no such folder, and not loaded from the Hub: huggingface.co has no address here; bring its"
+        message = f"^benchmark.tasks={name} is invalid: its data set {path}: {reason}"
+        with pytest.raises(ValueError, match=message):
+            harness(tmp_path, name)
+    assert not loaded_paths
+
+    # What is in the cache is left to the client, and files are read without the Hub.
+    with monkeypatch.context() as cached, pytest.raises(ValueError, match="is invalid: asked; bring its"):
+        cached.setattr(hub_access, "is_in_hub_cache", lambda name, kind: True)
+        harness(tmp_path, "far_word")
+    harness(folder, "next_word")
+    assert loaded_paths == ["nobody/words", "json"] and datasets.load_dataset is note_load
 
 
 def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
