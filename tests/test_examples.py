@@ -11,7 +11,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT, VOCABULARIES, sentences
-from tests.support.chat_decoder import write_checkpoint
 from tests.support.example_runs import save_scores
 from tests.support.forked_scripts import run_script
 
@@ -81,29 +80,3 @@ def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, st
     column = scores["domains"].index("law")
     assert int(num_scored) == scores["scored"][column]
     assert float(perplexity) == pytest.approx(math.exp(scores["nll"][-1][column]), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_answers_that_a_model_ends_are_chats_that_can_be_mixed_in(tmp_path):
-    write_checkpoint(tmp_path / "model")
-    (tmp_path / "prompts.txt").write_text("law court\n\nfood salt\n")
-    arguments = ("model", "prompts.txt", "chats.jsonl")
-
-    # This random model never ends an answer by itself.
-    process = run_script(EXAMPLES / "write_chats.py", *arguments, cwd=tmp_path)
-    assert "0 chats in chats.jsonl; 2 answers did not end and were left out" in process.stdout
-    assert (tmp_path / "chats.jsonl").read_text() == ""
-    assert "answering 2 prompts: " in process.stderr and " 256/256 " in process.stderr
-
-    # Now any token ends it: its first.
-    config_file = tmp_path / "model" / "generation_config.json"
-    config = json.loads(config_file.read_text()) | {"eos_token_id": list(range(400))}
-    config_file.write_text(json.dumps(config))
-    run_script(EXAMPLES / "write_chats.py", *arguments, cwd=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
-    assert [row["messages"][0]["content"] for row in rows] == ["law court", "food salt"]
-    assert all(row["messages"][1]["role"] == "assistant" and row["messages"][1]["content"] for row in rows)
-
-    (tmp_path / "model" / "chat_template.jinja").unlink()
-    process = run_script(EXAMPLES / "write_chats.py", *arguments, cwd=tmp_path)
-    assert process.returncode == 1 and "MODEL=model is invalid: it has no chat template" in process.stderr

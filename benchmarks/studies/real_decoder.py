@@ -176,7 +176,7 @@ def list_sweeps() -> Iterator[list[str]]:
     for overrides in [*RATES.values(), *FACTORS.values()]:
         yield ["seed=0", *overrides]
     for name in REPEATED:
-        yield ["seed=0", OPPOSITE_ORDER, *METHODS[name]]
+        yield ["seed=0", OPPOSITE_ORDER, *METHODS[name], *TERM_BENCHMARK]
 
 
 def prepare_data(corpora: Path, root: Path, model: str) -> None:
@@ -259,8 +259,8 @@ def answer_prompts(model: str, prompt_file: Path, chat_file: Path) -> None:
     """Writes the model's own answers to the prompts as chats: about fifteen minutes of CPU time."""
     prompts = [form.format(topic=topic) for topic, form in product(TOPICS, PROMPT_FORMS)]
     prompt_file.write_text("\n".join(prompts) + "\n", encoding="utf-8")
-    script = study.ROOT / "docs" / "examples" / "write_chats.py"
-    subprocess.run([sys.executable, script, model, prompt_file, chat_file], check=True)
+    program = [sys.executable, "-m", "cpt.write_chats"]
+    subprocess.run([*program, model, prompt_file, "--output", chat_file], check=True)
 
 
 HEAD = (

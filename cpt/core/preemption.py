@@ -137,7 +137,8 @@ def leave_process(code: int) -> NoReturn:
 
 
 def handle_signals_in_imports() -> None:
-    """Until `handle_signals`, while libraries are imported: SIGNALS end the program with the code GO_ON."""
+    """Until `handle_signals`, while libraries are imported: SIGNALS end the program with the code GO_ON. In
+    the interpreter's teardown, which they would end with another code, they are ignored."""
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
         if is_waited_for():
@@ -150,6 +151,15 @@ def handle_signals_in_imports() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, leave_at_once)
+    atexit.register(ignore_signals_in_teardown)
+
+
+def ignore_signals_in_teardown() -> None:
+    """The interpreter gives every signal with a handler its default effect, which is to kill, before its
+    teardown: seconds in which another process of the job may still be at work, with torch imported. A
+    scheduler would take a process that has done its part for one that failed."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

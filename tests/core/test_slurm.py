@@ -161,3 +161,25 @@ def test_signals_of_scheduler_and_launcher_are_one_to_a_job(variables, code):
         _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert ("stopped by SIGUSR2 after step 3" in errors) is bool(variables)
+
+
+# The object is freed in the interpreter's teardown, after the handlers of signals have been taken away.
+TEARDOWN = """
+import os, time
+from cpt.core.preemption import handle_signals, handle_signals_in_imports
+handle_signals_in_imports()
+class SlowToFree:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"teardown\\n")
+        sleep(1)
+with handle_signals():
+    slow = SlowToFree()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_process_that_has_done_its_part_is_not_killed_in_its_teardown(number):
+    with subprocess.Popen([sys.executable, "-c", TEARDOWN], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"teardown\n"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 0

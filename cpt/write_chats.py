@@ -1,0 +1,369 @@
+"""Let a chat model answer prompts: `python -m cpt.write_chats MODEL PROMPTS --output FILE`.
+
+Writes chats in which MODEL answers PROMPTS to FILE, for replay.sources: what the model itself answers changes
+it least. PROMPTS is a text file with a question in each line, or a .jsonl file with the key `prompt`. An
+answer is the model's most likely one. One that does not end within --max-new-tokens, repeats itself or is
+empty is left out: it would teach just that. A stopped command continues where it was. Exit code 1 after an
+error."""
+
+import argparse
+import hashlib
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from cpt.core.errors import find_reason, readable_errors
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.files import write_atomically, writing
+from cpt.core.heartbeat import progress_bar
+from cpt.core.messages import count_noun
+from cpt.core.output import run_program
+from cpt.data.chats import DEFAULT_TEMPLATE, RENDER_ERRORS, TEMPLATE_DATE, templates_of, with_date
+from cpt.data.sources.chats import TEMPLATE_OPTIONS
+from cpt.data.sources.examples import ASSISTANT, USER, Example
+from cpt.data.tokenized_tasks import TaskPrompt
+from cpt.evaluation.chat_answers import MAX_REPEATED, find_repeated_share
+from cpt.evaluation.task_answers import generate_batches
+from cpt.models.loading import find_end_ids, load_tokenizer
+
+UNFINISHED = ".unfinished"  # the file of the answers so far ends so
+REPLAY_SHARE = 0.1  # of a batch, in the option that is printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptAnswer:
+    """What a model answers to a prompt. `problem` says why it is no chat to learn from; empty if it is."""
+
+    prompt: str
+    text: str
+    num_tokens: int  # of the prompt and the answer
+    problem: str
+
+
+def build_parser() -> argparse.ArgumentParser:
+    paragraphs = str(__doc__).split("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m cpt.write_chats", description=paragraphs[1])
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a chat model: a folder, or a name on the Hub")
+    add("prompts", type=Path, metavar="PROMPTS", help="a question in each line, or .jsonl with `prompt`")
+    add("--output", required=True, type=Path, metavar="FILE", help="new .jsonl file for the chats")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="of an answer; default: 128")
+    add("--batch-size", type=int, default=16, metavar="N", help="prompts at a time; default: 16")
+    add(
+        "--template-options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, as '{\"enable_thinking\": false}'; stored with each chat",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = build_parser().parse_args(arguments)
+    with readable_errors():
+        write_chats(options)
+    return 0
+
+
+def write_chats(options: argparse.Namespace) -> None:
+    """Raises ValueError for options, prompts or a model that cannot be used, and where no answer is a chat to
+    learn from."""
+    check_write_options(options)
+    prompts = read_prompts(options.prompts)
+    tokenizer = load_chat_tokenizer(options.model)
+    questions = encode_prompts(tokenizer, prompts, options)
+
+    with writing(options.output):
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        answers_so_far = UnfinishedAnswers(options, prompts)
+        answers = answers_so_far.read()
+        if len(answers) < len(questions):
+            for batch_answers in answer_questions(tokenizer, questions, options, begin=len(answers)):
+                answers_so_far.append(batch_answers)
+                answers += batch_answers
+
+        chats = [answer for answer in answers if not answer.problem]
+        check_chats(chats, answers, options)
+        lines = [json.dumps(make_row(chat, options.template_options), ensure_ascii=False) for chat in chats]
+        write_atomically(options.output, "".join(f"{line}\n" for line in lines))
+        answers_so_far.path.unlink()
+    print_summary(chats, answers, options)
+
+
+def check_write_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for values that are not allowed, and an output that is there."""
+    for name in ("max_new_tokens", "batch_size"):
+        value = getattr(options, name)
+        if value < 1:
+            raise InvalidOptionError(f"--{name.replace('_', '-')}", value, allowed="1 or more")
+    if not isinstance(options.template_options, dict):
+        raise InvalidOptionError(
+            "--template-options", json.dumps(options.template_options), allowed="a JSON object"
+        )
+    if options.output.exists():
+        raise InvalidOptionError("--output", options.output, reason="it exists", allowed="a new file")
+    if options.output.suffix != ".jsonl":
+        raise InvalidOptionError("--output", options.output, allowed="a name that ends in .jsonl")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The different prompts of a file, in their order. Raises ValueError for a file without any, and for one
+    that cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOptionError(
+            "PROMPTS", path, reason=find_reason(error), allowed="a text file in UTF-8"
+        ) from error
+
+    prompts: dict[str, None] = {}  # in order
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            prompt = read_prompt_row(line, f"{path}:{number}") if path.suffix == ".jsonl" else line.strip()
+            prompts[prompt] = None
+    if not prompts:
+        raise InvalidOptionError(
+            "PROMPTS", path, reason="it has no prompt", allowed="a question in each line"
+        )
+    return list(prompts)
+
+
+def read_prompt_row(line: str, position: str) -> str:
+    """The prompt of a line of JSON. Raises ValueError for a line without one."""
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError):
+        prompt = None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f'{position}: {line:.80} has no prompt. Allowed: {{"prompt": "a question"}}')
+    return prompt
+
+
+def load_chat_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Raises ValueError for a tokenizer that cannot be read or has no chat template."""
+    try:
+        tokenizer = load_tokenizer(model)
+    except ConnectionError:
+        raise
+    except Exception as error:  # whatever a class raises for files that it does not take
+        absent = "" if Path(model).exists() else "no such folder, and not loaded from the Hub: "
+        raise InvalidOptionError(
+            "MODEL",
+            model,
+            reason=f"{absent}{find_reason(error).rstrip('.')}",
+            allowed="a folder, or a name on the Hub",
+        ) from error
+    if DEFAULT_TEMPLATE not in templates_of(tokenizer):
+        raise InvalidOptionError(
+            "MODEL", model, reason="it has no chat template", allowed="an instruction-tuned model"
+        )
+    return tokenizer
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], options: argparse.Namespace
+) -> list[TaskPrompt]:
+    """The prompts as the model is asked them. Raises ValueError for one that the chat template does not
+    take."""
+    template = with_date(templates_of(tokenizer)[DEFAULT_TEMPLATE], TEMPLATE_DATE)
+    questions = []
+    for prompt in prompts:
+        try:
+            encoded = tokenizer.apply_chat_template(
+                [{"role": USER, "content": prompt}],
+                chat_template=template,
+                add_generation_prompt=True,
+                return_dict=True,
+                **options.template_options,
+            )
+        except RENDER_ERRORS as error:
+            raise ValueError(
+                f"the chat template of {options.model} does not take the prompt {prompt[:80]!r}: "
+                f"{find_reason(error)}"
+            ) from error
+        example = Example(id=prompt, source=prompt, target="", task="")
+        questions.append(TaskPrompt(example, list(encoded["input_ids"]), choices=[], reference=[]))
+    return questions
+
+
+class UnfinishedAnswers:
+    """The answers so far, in a file next to the output: a line that says what they depend on, then a line for
+    each answer."""
+
+    def __init__(self, options: argparse.Namespace, prompts: Sequence[str]) -> None:
+        self.path = options.output.with_name(f"{options.output.name}{UNFINISHED}")
+        self.batch_size = options.batch_size
+        settings = {
+            "model": options.model,
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+            "max_new_tokens": options.max_new_tokens,
+            "batch_size": options.batch_size,
+            "template_options": options.template_options,
+        }
+        self.head = json.dumps(settings)
+
+    def read(self) -> list[PromptAnswer]:
+        """The answers of whole batches; none of another command. The file is then ready for the next."""
+        answers = []
+        if self.path.exists():
+            head, *lines = self.path.read_text(encoding="utf-8").split("\n")
+            if head == self.head:
+                whole_lines = lines[:-1]  # what follows the last end of a line was not written whole
+                answers = [PromptAnswer(**json.loads(line)) for line in whole_lines]
+        num_whole = len(answers) - len(answers) % self.batch_size
+        answers = answers[:num_whole]
+
+        write_atomically(self.path, f"{self.head}\n")
+        self.append(answers)
+        return answers
+
+    def append(self, answers: Sequence[PromptAnswer]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(asdict(answer))}\n" for answer in answers)
+
+
+def answer_questions(
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[TaskPrompt],
+    options: argparse.Namespace,
+    *,
+    begin: int,
+) -> Iterator[list[PromptAnswer]]:
+    """Yields the answers to the questions from number `begin` on, batch by batch."""
+    model = load_answering_model(options.model)
+    ends = find_end_ids(options.model, model.config)
+    if not ends and tokenizer.eos_token_id is not None:
+        ends = [tokenizer.eos_token_id]
+    if not ends:
+        raise InvalidOptionError(
+            "MODEL", options.model, reason="no token ends its answers", allowed="a model with an eos_token_id"
+        )
+
+    total = len(questions)
+    label = f"answering {count_noun(total, 'prompt')}"
+    with progress_bar(label, total=total, initial=begin, unit="prompt", hidden=False) as progress:
+        for first in range(begin, total, options.batch_size):
+            yield answer_questions_together(
+                model,
+                tokenizer,
+                questions[first : first + options.batch_size],
+                ends=ends,
+                max_new_tokens=options.max_new_tokens,
+                step=progress.update,  # also within a batch, which can take a minute
+            )
+
+
+def load_answering_model(model_name: str) -> PreTrainedModel:
+    """The model in the type of its weights, on a GPU if there is one. Raises ValueError for weights that the
+    checkpoint lacks, with which answers would be random."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        model_name, trust_remote_code=False, output_loading_info=True
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise InvalidOptionError(
+            "MODEL",
+            model_name,
+            reason=f"its files lack {count_noun(len(missing), 'weight')}, for example {missing[0]}",
+            allowed="a whole checkpoint",
+        )
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def answer_questions_together(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[TaskPrompt],
+    *,
+    ends: Sequence[int],
+    max_new_tokens: int,
+    step: Callable[[int], object],
+) -> list[PromptAnswer]:
+    """The answers to prompts that are answered together, in their order."""
+    answers: dict[int, PromptAnswer] = {}
+    outputs = generate_batches(
+        model,
+        tokenizer,
+        questions,
+        ends=ends,
+        max_new_tokens=max_new_tokens,
+        batch_size=len(questions),
+        step=step,
+        share=(0, 1),
+    )
+    for indices, output in outputs:  # several where the model takes no padding
+        for index, row in zip(indices, output.tolist(), strict=True):
+            answers[index] = judge_prompt_answer(tokenizer, questions[index], row, ends=ends)
+    return [answers[index] for index in range(len(questions))]
+
+
+def judge_prompt_answer(
+    tokenizer: PreTrainedTokenizerBase, question: TaskPrompt, row: Sequence[int], *, ends: Sequence[int]
+) -> PromptAnswer:
+    """The answer in a row of new tokens, up to one of the tokens `ends`, and what is wrong with it."""
+    end_positions = [position for position, token in enumerate(row) if token in ends]
+    answer_ids = row[: end_positions[0]] if end_positions else row
+    text = str(tokenizer.decode(answer_ids, skip_special_tokens=True)).strip()
+
+    problem = ""
+    if not end_positions:
+        problem = "not ended"
+    elif not text:
+        problem = "empty"
+    elif find_repeated_share(answer_ids) > MAX_REPEATED:
+        problem = "repetitive"
+    num_tokens = len(question.ids) + len(answer_ids) + 1  # its end
+    return PromptAnswer(prompt=question.example.source, text=text, num_tokens=num_tokens, problem=problem)
+
+
+def check_chats(
+    chats: Sequence[PromptAnswer], answers: Sequence[PromptAnswer], options: argparse.Namespace
+) -> None:
+    """Raises ValueError where no answer is a chat to learn from."""
+    if not chats:
+        raise InvalidOptionError(
+            "MODEL",
+            options.model,
+            reason=f"none of its answers can be learned from: {count_problems(answers)}",
+            allowed="an instruction-tuned model, or a larger --max-new-tokens",
+        )
+
+
+def count_problems(answers: Sequence[PromptAnswer]) -> str:
+    """`3 not ended, 1 empty`: the answers that are left out, by their problem; empty for none."""
+    counts = Counter(answer.problem for answer in answers if answer.problem)
+    return ", ".join(f"{count:,} {problem}" for problem, count in counts.most_common())
+
+
+def make_row(chat: PromptAnswer, template_options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A chat as `replay.sources` and domains of chats read it."""
+    turns = [{"role": USER, "content": chat.prompt}, {"role": ASSISTANT, "content": chat.text}]
+    if template_options:
+        return {"messages": turns, TEMPLATE_OPTIONS: template_options}
+    return {"messages": turns}
+
+
+def print_summary(
+    chats: Sequence[PromptAnswer], answers: Sequence[PromptAnswer], options: argparse.Namespace
+) -> None:
+    """Prints how many chats there are, how long they are, and the option that mixes them into a run."""
+    print(f"{options.output}: {count_noun(len(chats), 'chat')} of {len(answers):,}")
+    if len(chats) < len(answers):
+        print(f"Left out: {count_problems(answers)}")
+
+    lengths = sorted(chat.num_tokens for chat in chats)
+    print(f"Tokens of a chat: median {lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,}")
+    source = f"{{path: {options.output}, format: messages, ratio: {REPLAY_SHARE}}}"
+    print(f"Use them: {shlex.quote(f'replay.sources={{chat: {source}}}')}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,177 @@
+"""`python -m cpt.write_chats`: the answers of a chat model as chats that a run mixes in."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cpt import write_chats
+from tests.support.chat_decoder import TEMPLATE, write_checkpoint
+
+PROMPTS = ["law court", "food salt", "law food"]
+# Tokens that the random model of `write_checkpoint` writes in its answers: of all three, and of the first.
+IN_ALL, IN_FIRST = 349, 195
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A working folder with a model whose answers end, and prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    end_answers_at(IN_ALL)
+    (tmp_path / "prompts.txt").write_text("law court\n\nfood salt\nlaw food\nfood salt\n", encoding="utf-8")
+    return tmp_path
+
+
+def end_answers_at(token):
+    with open("model/generation_config.json", "r+") as file:
+        config = json.load(file) | {"eos_token_id": token}
+        file.seek(0)
+        file.truncate()
+        json.dump(config, file)
+
+
+def run(**options):
+    """Runs the program; an option in capitals is positional. Returns the rows of the output."""
+    positional = [options.pop("MODEL", "model"), options.pop("PROMPTS", "prompts.txt")]
+    options = {"output": "chats.jsonl", "max_new_tokens": 12, "batch_size": 2} | options
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert write_chats.main([*positional, *arguments]) == 0
+    with open(options["output"], encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def refuse(capsys, **options):
+    with pytest.raises(SystemExit) as end:
+        run(**options)
+    assert end.value.code == 1
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_answers_that_end_are_chats_in_the_order_of_the_prompts(capsys, folder):
+    rows = run()
+    assert [row["messages"][0] for row in rows] == [{"role": "user", "content": text} for text in PROMPTS]
+    assert all(row["messages"][1]["role"] == "assistant" and row["messages"][1]["content"] for row in rows)
+    output = capsys.readouterr().out
+    assert "chats.jsonl: 3 chats of 3" in output and "Left out" not in output
+    assert "replay.sources={chat: {path: chats.jsonl, format: messages, ratio: 0.1}}" in output
+    assert not list(folder.glob("chats.jsonl.*"))
+
+
+def test_the_answer_is_that_of_transformers_generate():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    model = AutoModelForCausalLM.from_pretrained("model").eval()
+    turns = [{"role": "user", "content": PROMPTS[0]}]
+    inputs = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    expected = tokenizer.decode(output[:-1], skip_special_tokens=True).strip()
+    assert run(batch_size=1)[0]["messages"][1]["content"] == expected
+
+
+def test_an_answer_that_does_not_end_or_repeats_itself_is_left_out(capsys, monkeypatch):
+    end_answers_at(IN_FIRST)
+    rows = run()
+    assert [row["messages"][0]["content"] for row in rows] == PROMPTS[:1]
+    assert "chats.jsonl: 1 chat of 3\nLeft out: 2 not ended" in capsys.readouterr().out
+
+    assert "none of its answers can be learned from: 3 not ended" in refuse(
+        capsys, output="none.jsonl", max_new_tokens=2
+    )
+    end_answers_at(IN_ALL)
+    monkeypatch.setattr(write_chats, "MAX_REPEATED", -1.0)
+    assert "none of its answers can be learned from: 3 repetitive" in refuse(capsys, output="other.jsonl")
+
+
+def test_a_stopped_command_continues_after_the_last_whole_batch(monkeypatch):
+    expected = run(output="whole.jsonl")
+
+    answer_questions_together = write_chats.answer_questions_together
+    asked_prompts = []
+
+    def stop_at_the_second(model, tokenizer, questions, **options):
+        asked_prompts.extend(question.example.source for question in questions)
+        if len(asked_prompts) > 2:
+            raise KeyboardInterrupt
+        return answer_questions_together(model, tokenizer, questions, **options)
+
+    monkeypatch.setattr(write_chats, "answer_questions_together", stop_at_the_second)
+    with pytest.raises(SystemExit, match="run the same command again to continue"):
+        run()
+    with open("chats.jsonl.unfinished", "a", encoding="utf-8") as file:
+        file.write('{"prompt": "law fo')  # a line that was not written whole
+
+    def answer_and_note(model, tokenizer, questions, **options):
+        asked_prompts.extend(question.example.source for question in questions)
+        return answer_questions_together(model, tokenizer, questions, **options)
+
+    asked_prompts.clear()
+    monkeypatch.setattr(write_chats, "answer_questions_together", answer_and_note)
+    assert run() == expected
+    assert asked_prompts == PROMPTS[2:]
+
+
+def test_answers_of_another_command_are_not_continued(monkeypatch):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    answer_questions_together = write_chats.answer_questions_together
+    monkeypatch.setattr(write_chats, "answer_questions_together", stop)
+    with pytest.raises(SystemExit):
+        run(batch_size=1)
+    monkeypatch.setattr(write_chats, "answer_questions_together", answer_questions_together)
+    assert len(run()) == 3
+
+
+def test_prompts_of_several_lines_are_rows_of_json(capsys, folder):
+    file = folder / "prompts.jsonl"
+    file.write_text('{"prompt": "law\\ncourt"}\n{"prompt": "food"}\n', encoding="utf-8")
+    assert write_chats.read_prompts(file) == ["law\ncourt", "food"]
+    assert [row["messages"][0]["content"] for row in run(PROMPTS="prompts.jsonl")] == ["food"]
+
+    file.write_text('{"question": "law"}\n', encoding="utf-8")
+    message = refuse(capsys, PROMPTS="prompts.jsonl", output="b.jsonl")
+    assert 'prompts.jsonl:1: {"question": "law"} has no prompt' in message
+
+
+def test_options_of_the_template_are_stored_with_the_chats(folder):
+    template = TEMPLATE + "{% if shout %}law law law{% endif %}"
+    (folder / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    rows = run(template_options='{"shout": true}', max_new_tokens=60)
+    assert all(row["chat_template_kwargs"] == {"shout": True} for row in rows)
+    assert rows[0]["messages"][1] != run(output="quiet.jsonl", max_new_tokens=60)[0]["messages"][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"PROMPTS": "missing.txt"}, "PROMPTS=missing.txt is invalid: "),
+        ({"MODEL": "missing"}, "MODEL=missing is invalid: no such folder"),
+        ({"max_new_tokens": 0}, "--max-new-tokens=0 is invalid. Allowed: 1 or more"),
+        ({"output": "chats.txt"}, "Allowed: a name that ends in .jsonl"),
+        ({"output": "prompts.txt"}, "--output=prompts.txt is invalid: it exists"),
+        ({"template_options": "[1]"}, "--template-options=[1] is invalid. Allowed: a JSON object"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(capsys, options, message):
+    assert message in refuse(capsys, **options)
+
+
+def test_a_model_without_template_or_weights_is_refused(capsys, folder):
+    weights = load_file("model/model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, "model/model.safetensors", metadata={"format": "pt"})
+    message = refuse(capsys)
+    assert "its files lack 1 weight, for example model.layers.1.mlp.up_proj.weight" in message
+
+    (folder / "model" / "chat_template.jinja").unlink()
+    assert "MODEL=model is invalid: it has no chat template" in refuse(capsys)
+
+
+def test_a_prompt_that_the_template_refuses_is_named(capsys, folder):
+    template = "{{ raise_exception('too rude') }}"
+    (folder / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    assert "does not take the prompt 'law court': too rude" in refuse(capsys)
