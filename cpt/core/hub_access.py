@@ -18,6 +18,14 @@ RETRY_S = 2.0  # after which a name server that did not answer is asked once mor
 RepositoryKind = Literal["model", "dataset"]
 
 
+def check_model_access(name: str) -> None:
+    """Raises ConnectionError, an OSError, if a model would be asked for at the Hub, whose host has no
+    address. The message is only the reason, since callers say what is not loaded."""
+    missing_host = find_missing_host(name, "model")
+    if missing_host is not None:
+        raise ConnectionError(f"{missing_host} has no address here")
+
+
 def check_data_set_access(path: str) -> None:
     """Raises ConnectionError, an OSError, if a data set would be asked for at the Hub, whose host has no
     address."""
@@ -30,13 +38,18 @@ def check_data_set_access(path: str) -> None:
 
 def find_missing_host(name: str, kind: RepositoryKind) -> str | None:
     """The host of the Hub if a repository would be asked for there, and the host has no address. None where
-    the name is a folder or in the cache, and where only the client itself can tell: offline by
+    the name is a folder or in the cache, and where only the client itself can tell (`find_silent_host`)."""
+    # Names of the Hub are short: a path that the file system refuses for its length is not looked for.
+    if not is_hub_name(name) or Path(name).exists() or is_in_hub_cache(name, kind):
+        return None
+    return find_silent_host()
+
+
+def find_silent_host() -> str | None:
+    """The host of the Hub if it has no address. None also where only the client itself can tell: offline by
     HF_HUB_OFFLINE, or with a proxy, which looks up the address itself."""
     host = urlsplit(constants.ENDPOINT).hostname
-    if constants.HF_HUB_OFFLINE or host is None or getproxies():
-        return None
-    # Names of the Hub are short: a path that the file system refuses for its length is not looked for.
-    if not is_hub_name(name) or Path(name).exists() or is_in_hub_cache(name, kind) or has_address(host):
+    if constants.HF_HUB_OFFLINE or host is None or getproxies() or has_address(host):
         return None
     return host
 
@@ -76,7 +89,8 @@ def has_address(host: str) -> bool:
             socket.getaddrinfo(host, None)
             return True
         except socket.gaierror as error:
-            if is_last or error.errno != socket.EAI_AGAIN:
+            if error.errno != socket.EAI_AGAIN:
                 return False
+        if not is_last:
             time.sleep(RETRY_S)
     return False

@@ -257,8 +257,11 @@ class Scores(MatrixLayout):
         """Adds the row of the model after a stage ("base" first), without updating the metrics. `nll` is by
         column, None where it was not measured; `modules` are the weights of modules by text. Raises
         ValueError for a row that the scores have already, and for another number of losses."""
-        if row in self.rows or len(nll) != len(self.domains):
-            raise ValueError(f"row {row}: losses {len(nll)}; needed: {len(self.domains)}, not in {self.rows}")
+        if row in self.rows:
+            raise ValueError(f"row {row} is one of {self.rows} already")
+        if len(nll) != len(self.domains):
+            loss_count = count_noun(len(nll), "loss", "losses")
+            raise ValueError(f"row {row} has {loss_count}. Allowed: {len(self.domains)}, one for each column")
         self.rows.append(row)
         self.nll.append([to_loss(loss) for loss in nll])
         self.modules.append({text: dict(weights) for text, weights in modules.items() if weights})

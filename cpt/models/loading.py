@@ -31,13 +31,13 @@ from transformers.models.auto import modeling_auto
 from cpt.core.distributed import gather_objects, is_sharded, to_local
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.hub_access import check_model_access
 from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
 from cpt.models.fsdp import Sharding
-from cpt.models.hub_access import check_model_access
 from cpt.models.narrow_layers import make_narrow
 from cpt.models.objectives import (
     Causal,
@@ -454,6 +454,7 @@ def merge_adapter(model: PreTrainedModel, adapter: Path, *, checkpoint: str | Pa
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
             adapted = PeftModel.from_pretrained(model, adapter)
+            # Loaded a second time for the report of keys, which only this function gives.
             report = adapted.load_adapter(adapter, adapted.active_adapter)
         merged: PreTrainedModel = adapted.merge_and_unload()
     except Exception as error:  # shapes, names of layers, options: classes of peft, torch and safetensors

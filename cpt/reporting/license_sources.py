@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-from cpt.core.hub_access import RepositoryKind, find_missing_host
+from cpt.core.hub_access import RepositoryKind, find_silent_host
 from cpt.core.messages import count_noun, log_once
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
@@ -246,7 +246,7 @@ def find_hub_card(
         cached = try_to_load_from_cache(name, CARD, revision=revision, repo_type=repo_type)
         if isinstance(cached, str):
             return Path(cached)
-    if is_online and find_missing_host(name, repo_type) is None:
+    if is_online and find_silent_host() is None:  # also of a model in the cache, which may lack its card
         with suppress(OSError, ValueError):  # no such card, no permission, no network
             return Path(hf_hub_download(name, CARD, revision=revision, repo_type=repo_type))
     return None

@@ -151,13 +151,18 @@ def check_weight_files(folder: Path, config: PretrainedConfig) -> None:
     if loaded_path.name.endswith(".index.json"):
         paths = list_shards(loaded_path)
     for path in paths:
-        if path.suffix == ".safetensors":
-            check_safetensors(path)
-        else:
-            check_pickle(path)
+        check_weight_file(path)
     if len(present_names) > 1 and is_first_process():
         unused_names = ", ".join(present_names[1:])
         log.info("Loading %s of %s, as transformers does, and not %s", loaded_path.name, folder, unused_names)
+
+
+def check_weight_file(path: Path) -> None:
+    """Raises ValueError for a file of weights that is damaged."""
+    if path.suffix == ".safetensors":
+        check_safetensors(path)
+    else:
+        check_pickle(path)
 
 
 def check_safetensors(path: Path) -> None:
@@ -184,14 +189,15 @@ def list_shards(index_path: Path) -> list[Path]:
     the folder lacks."""
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
-        shards = sorted(set(index["weight_map"].values()))
-        dict(index["metadata"])  # which transformers reads
-        paths = [index_path.parent / shard for shard in shards]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{index_path} is truncated or damaged ({describe_index_error(error)}); {ADVICE}"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{index_path} is truncated or damaged (no JSON); {ADVICE}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ValueError(f"{index_path} is truncated or damaged (no weight_map of names and files); {ADVICE}")
+    if not isinstance(index.get("metadata"), dict):  # which transformers reads
+        raise ValueError(f"{index_path} is truncated or damaged (no metadata with values); {ADVICE}")
 
+    paths = [index_path.parent / shard for shard in sorted(set(weight_map.values()))]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is missing, which {index_path.name} names; {ADVICE}")
@@ -200,28 +206,16 @@ def list_shards(index_path: Path) -> list[Path]:
 
 def check_adapter(adapter: Path, *, checkpoint: str) -> None:
     """Raises ValueError for an adapter of peft whose configuration or weights are damaged or missing."""
-    paths = [path for path in map(adapter.joinpath, ADAPTER_WEIGHTS) if path.is_file()]
-    if not paths:
+    names = [name for name in ADAPTER_WEIGHTS if (adapter / name).is_file()]
+    if not names:
         raise loading.refuse_adapter(checkpoint, adapter, f"it has no {' or '.join(ADAPTER_WEIGHTS)}")
-    if paths[0].suffix == ".safetensors":
-        check_safetensors(paths[0])
-    else:
-        check_pickle(paths[0])
+    check_weight_file(adapter / names[0])
     try:
         kind = PeftConfig.from_pretrained(str(adapter)).peft_type
     except Exception as error:  # of JSON, and of the class of its kind
         raise loading.refuse_adapter(checkpoint, adapter, find_reason(error)) from error
     if kind is None:
         raise loading.refuse_adapter(checkpoint, adapter, "adapter_config.json has no peft_type")
-
-
-def describe_index_error(error: Exception) -> str:
-    """What an index of weights lacks, by the error of reading it."""
-    if isinstance(error, KeyError):
-        return f"it has no {error.args[0]!r}"
-    if isinstance(error, ValueError):
-        return "no JSON"
-    return "no weight_map of names and files"
 
 
 def describe_weights(folder: Path, names: Sequence[str]) -> str:

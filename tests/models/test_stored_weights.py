@@ -306,12 +306,13 @@ def refusal_of_files(folder) -> str:
 @pytest.mark.parametrize(
     ("index", "reason"),
     [
-        ("{}", "it has no 'weight_map'"),
-        ('{"weight_map": {}}', "it has no 'metadata'"),
+        ("{}", "no weight_map of names and files"),
+        ('{"weight_map": {}}', "no metadata with values"),
         ('{"metadata": {}, "weight_map": [["a", "b"]]}', "no weight_map of names and files"),
         ('{"metadata": {}, "weight_map": {"a": 1}}', "no weight_map of names and files"),
         ('{"metadata": {}, "weight_map": {"a": ["b"]}}', "no weight_map of names and files"),
-        ('{"metadata": null, "weight_map": {}}', "no weight_map of names and files"),
+        ('{"metadata": null, "weight_map": {}}', "no metadata with values"),
+        ('{"metadata": "none", "weight_map": {}}', "no metadata with values"),
         ("[1]", "no weight_map of names and files"),
         ('{"metadata": {', "no JSON"),
     ],

@@ -151,14 +151,14 @@ def test_cards_of_the_hub_are_read_from_its_cache_and_downloaded_only_online(tmp
 
     monkeypatch.setattr(license_sources, "try_to_load_from_cache", lambda *args, **kwargs: None)
     monkeypatch.setattr(license_sources, "hf_hub_download", download)
-    monkeypatch.setattr(license_sources, "find_missing_host", lambda name, kind: None)
+    monkeypatch.setattr(license_sources, "find_silent_host", lambda: None)
     assert find_model_license("a/b", source=BASE).identifier == "" and downloads == []
     license = find_model_license("a/b", source=BASE, is_online=True)
     assert license.name == "own" and license.link == "https://huggingface.co/a/b/blob/main/LICENSE"
     of_revision = find_model_license("a/b", source=BASE, revision="v2", is_online=True)
     assert of_revision.link == "https://huggingface.co/a/b/blob/v2/LICENSE"
     assert find_model_license("a/gone", source=BASE, is_online=True).identifier == ""
-    monkeypatch.setattr(license_sources, "find_missing_host", lambda name, kind: "a host")
+    monkeypatch.setattr(license_sources, "find_silent_host", lambda: "a host")
     assert find_model_license("a/b", source=BASE, is_online=True).identifier == ""
     monkeypatch.setattr(license_sources, "try_to_load_from_cache", lambda *args, **kwargs: str(card))
     assert find_model_license("a/b", source=BASE).name == "own" and len(downloads) == 3

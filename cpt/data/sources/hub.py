@@ -241,6 +241,8 @@ def name_row_errors(rows: Iterable[Any], *, section: str, path: str) -> Iterator
             row = next(iterator)
         except StopIteration:
             return
+        except (OSError, ImportError):  # of the network, the disk, or a package that decodes a column
+            raise
         except Exception as error:
             raise InvalidOptionError(
                 f"{section}.path",

@@ -262,23 +262,16 @@ def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "lines"),
+    ("content", "lines"),
     [
-        ('1,"one"\n2,"a \\"quoted\\" text"\n', "line 3"),
-        ('1,"one\n2,"two"\n', "lines 2 to 3"),
-        ('1,one\n2,"two\n3,three\n', "lines 3 to 4"),
+        ('id,text\n1,"one"\n2,"a \\"quoted\\" text"\n', "line 3"),
+        ('id,text\n1,"one\n2,"two"\n', "lines 2 to 3"),
+        ('id,text\n1,one\n2,"two\n3,three\n', "lines 3 to 4"),
+        ('"id"s,text\n1,One.\n', "line 1"),
+        ('id,"text\n1,One.\n', "lines 1 to 2"),
     ],
 )
-def test_quotes_that_no_table_has_are_told_with_their_lines(rows, lines, tmp_path):
-    refuse_table(tmp_path, f"id,text\n{rows}", lines)
-
-
-def test_quotes_that_no_line_of_names_has_are_told_with_it(tmp_path):
-    refuse_table(tmp_path, '"id"s,text\n1,One.\n', "line 1")
-    refuse_table(tmp_path, 'id,"text\n1,One.\n', "lines 1 to 2")
-
-
-def refuse_table(tmp_path, content, lines):
+def test_quotes_that_no_table_has_are_told_with_their_lines(content, lines, tmp_path):
     write(tmp_path / "a" / "x.csv", content)
     with pytest.raises(
         ValueError, match=f"x.csv, {lines} cannot be read as a row .* Allowed: texts with del"

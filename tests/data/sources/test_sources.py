@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from cpt.data.corpus import SPLITS, make_corpus
+from cpt.data.sources import hub
 from cpt.data.sources.base import GENERAL, stamp_of
 from cpt.data.sources.docstrings import prose
 from cpt.data.sources.hub import Hub
@@ -344,6 +345,16 @@ def test_a_data_set_that_the_library_does_not_read_is_told_in_a_line(files, reas
     with pytest.raises(ValueError, match=f"^domains.catalogue.news.* is invalid: .*{reason}") as error:
         list(source.read("news"))
     assert "\n" not in str(error.value)
+
+
+def test_a_network_that_fails_while_rows_are_read_is_no_fault_of_the_rows(monkeypatch):
+    def read_rows(split):
+        yield {"text": "One."}
+        raise ConnectionError("the connection was closed")
+
+    monkeypatch.setattr(hub, "open_set", lambda entry, streaming: (["train"], read_rows))
+    with pytest.raises(ValueError, match="path=user/news is invalid: the connection was closed$"):
+        list(open_hub({"path": "user/news"}).read("news"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -10,6 +10,7 @@ from cpt.core import hub_access
 from cpt.data.sources.mixed import MixedReader
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.models import loading
+from cpt.reporting import license_sources
 from cpt.vocabulary import load_own_tokenizer
 from tests.data.sources.test_sources import open_hub
 from tests.data.test_mixture import make_source
@@ -69,6 +70,13 @@ def test_all_that_is_read_by_a_name_is_refused_at_once(problem, lookups, monkeyp
     with pytest.raises(ValueError, match=f"^{problem}: {reason}"):
         UNREAD[problem]()
     assert lookups == ["huggingface.co"]
+
+
+def test_the_card_of_a_model_in_the_cache_is_not_asked_for_either(lookups, monkeypatch):
+    monkeypatch.setattr(hub_access, "is_in_hub_cache", lambda name, kind: True)
+    monkeypatch.setattr(license_sources, "hf_hub_download", lambda *args, **options: pytest.fail("asked"))
+    license = license_sources.find_model_license(NAME, source="the base", is_online=True)
+    assert license.identifier == "" and lookups == ["huggingface.co"]
 
 
 def test_what_is_in_a_cache_of_hugging_face_is_left_to_the_client(tmp_path, monkeypatch):
