@@ -5,6 +5,7 @@ be lost it ends the run at once, by an exception; within `defer_signals()`, and 
 run continues to the next point at which it can leave, and all processes leave there. A second signal ends
 the process as it is."""
 
+import _thread
 import atexit
 import os
 import signal
@@ -25,6 +26,7 @@ GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
 CHILDREN_S = 60.0  # that the other processes of a run have to leave
+AGAIN_S = 0.05  # after which a signal whose exception was lost acts again
 
 
 class Preempted(BaseException):
@@ -102,7 +104,17 @@ def handle_signals() -> Iterator[None]:
     for number, handler in previous_handlers.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, notice.receive)
+    previous_hook = sys.unraisablehook
 
+    def receive_lost_signal(lost: "sys.UnraisableHookArgs") -> None:
+        """Python drops exceptions of the code that frees an object: a signal that came then acts again."""
+        if isinstance(lost.exc_value, Preempted):
+            notice.number = 0
+            threading.Timer(AGAIN_S, _thread.interrupt_main, [lost.exc_value.number]).start()
+        else:
+            previous_hook(lost)
+
+    sys.unraisablehook = receive_lost_signal
     try:
         yield
     except Preempted as leaving:
@@ -120,6 +132,7 @@ def handle_signals() -> Iterator[None]:
         leave_process(GO_ON)
     finally:
         notice.deferrals += 1  # the program has ended: a signal is only recorded
+        sys.unraisablehook = previous_hook
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(previous_descriptor)

@@ -183,3 +183,25 @@ def test_a_process_that_has_done_its_part_is_not_killed_in_its_teardown(number):
         assert process.stdout.readline() == b"teardown\n"
         process.send_signal(number)
         assert process.wait(timeout=60) == 0
+
+
+# A signal that comes while an object is freed: Python drops what its handler raises there.
+FREED = """
+import os, signal, time
+from cpt.core.preemption import handle_signals
+class Freed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+with handle_signals():
+    freed = Freed()
+    del freed
+    time.sleep(30)
+"""
+
+
+def test_a_signal_while_an_object_is_freed_acts_soon_and_without_a_traceback():
+    command = [sys.executable, "-c", FREED]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    message = "cpt: stopped by SIGTERM; run the same command again to continue\n"
+    assert (process.returncode, process.stderr) == (75, message)
