@@ -8,9 +8,22 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
+from cpt.models.loading import load_config
+from cpt.trainer.check_checkpoint import check_stored_weights
 from tests.conftest import ROOT, VOCABULARIES, sentences
+from tests.support.chat_decoder import write_checkpoint
 from tests.support.example_runs import save_scores
 from tests.support.forked_scripts import run_script
 
@@ -80,3 +93,38 @@ def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, st
     column = scores["domains"].index("law")
     assert int(num_scored) == scores["scored"][column]
     assert float(perplexity) == pytest.approx(math.exp(scores["nll"][-1][column]), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_text_decoder_of_a_model_of_images_is_saved_alone_and_put_back(is_tied, tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "model_type": "llama", "vocab_size": 400, "num_key_value_heads": 1}
+    images = {**sizes, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+    config = LlavaConfig(text_config=text, vision_config=images, tie_word_embeddings=is_tied)
+    model = LlavaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "llava")
+    write_checkpoint(tmp_path / "text")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "text")
+    pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    LlavaProcessor(pictures, tokenizer, patch_size=14).save_pretrained(tmp_path / "llava")
+
+    run_script(EXAMPLES / "text_decoder.py", "llava", "decoder", cwd=tmp_path)
+    decoder = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder").eval()
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(decoder(ids).logits, model(input_ids=ids).logits)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "decoder")) == len(tokenizer)
+    check_stored_weights(
+        str(tmp_path / "decoder"), load_config(str(tmp_path / "decoder")), "causal", head_steps=None
+    )
+
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.01)
+    decoder.save_pretrained(tmp_path / "decoder")
+    run_script(EXAMPLES / "text_decoder.py", "llava", "decoder", "trained", cwd=tmp_path)
+    trained = LlavaForConditionalGeneration.from_pretrained(tmp_path / "trained").eval()
+    assert torch.equal(trained(input_ids=ids).logits, decoder(ids).logits)
+    for name, parameter in trained.model.vision_tower.named_parameters():
+        assert torch.equal(parameter, model.model.vision_tower.get_parameter(name))
+    assert AutoProcessor.from_pretrained(tmp_path / "trained").tokenizer.vocab_size == tokenizer.vocab_size

@@ -96,13 +96,30 @@ def resolve_objective(requested: str, config: PretrainedConfig) -> str:
     possible = find_objectives(config)
     if not possible or (requested != "auto" and requested not in possible):
         saved_class = (config.architectures or ["model"])[0]
+        text_decoder = "" if possible else find_text_decoder(config)
+        reason = ""
+        allowed = ", ".join(possible) or "models with a language-model head"
+        if text_decoder:
+            reason = f"it reads more than text, around a text decoder ({text_decoder})"
+            allowed = "this decoder alone, as docs/examples/text_decoder.py saves it"
         raise InvalidOptionError(
             "model.objective",
             requested,
             context=f"for a {config.model_type} {saved_class}",
-            allowed=", ".join(possible) or "models with a language-model head",
+            reason=reason,
+            allowed=allowed,
         )
     return possible[0] if requested == "auto" else requested
+
+
+def find_text_decoder(config: PretrainedConfig) -> str:
+    """The type of the causal model that a model of images or sounds has for its text, like `llama` of LLaVA;
+    empty where it has none, or none that transformers has a class for."""
+    text_config = config.get_text_config(decoder=True)
+    is_part = text_config is not config and not config.is_encoder_decoder
+    if is_part and type(text_config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return str(text_config.model_type)
+    return ""
 
 
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:

@@ -43,6 +43,20 @@ def test_logits_at_positions_are_those_of_the_whole_model_and_it_says_its_object
         assert loading.resolve_objective("auto", config) == objective
 
 
+def test_a_model_of_images_is_refused_with_the_text_decoder_that_it_has():
+    message = (
+        r"^model.objective=auto is invalid for a llava model: it reads more than text, around a text decoder "
+        r"\(llama\). Allowed: this decoder alone, as docs/examples/text_decoder.py saves it$"
+    )
+    with pytest.raises(ValueError, match=message):
+        loading.resolve_objective("auto", AutoConfig.for_model("llava"))
+    for name in ("clip", "vit", "qwen2_vl", "florence2"):  # without one, or with one that has no causal class
+        with pytest.raises(
+            ValueError, match=f"for a {name} model. Allowed: models with a language-model head$"
+        ):
+            loading.resolve_objective("causal", AutoConfig.for_model(name))
+
+
 @pytest.fixture(scope="module")
 def span_tokenizer(tmp_path_factory):
     """A tokenizer of 400 tokens that was trained for span corruption, stored and loaded again."""
