@@ -219,7 +219,7 @@ def build_comparison_blocks(
         for figure in comparison_figures.build_figures(section):
             section_blocks.append(replace(figure, section=section.title))
         section_blocks += [compare.tabulate_main(section), *compare.tabulate_all(section)]
-        section_blocks += [list_conditions(section)]
+        section_blocks.append(list_conditions(section))
         if len(sections) > 1:
             section_blocks = [number_block(block, section, number) for block in section_blocks]
         blocks += section_blocks

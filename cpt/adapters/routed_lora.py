@@ -301,9 +301,11 @@ def attach_routed(
 
     is_encoder_decoder = model.config.is_encoder_decoder
     stack = find_input_stack(model)
-    embedding = (stack if is_encoder_decoder else model).get_input_embeddings()
+    embedded = stack if is_encoder_decoder else model  # an encoder has an embedding module of its own
+    embedding = embedded.get_input_embeddings()
+    query_width = embedding.weight.shape[1] if query == "embeddings" else model.config.hidden_size
     router = SampleRouter(
-        embedding.weight.shape[1] if query == "embeddings" else model.config.hidden_size,
+        query_width,
         key=key,
         query=query,
         bottleneck=bottleneck,

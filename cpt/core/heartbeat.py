@@ -326,6 +326,7 @@ def add_eta(beat: Heartbeat, bar: tqdm, phase: Phase) -> Heartbeat:
     phase_eta_s = round(max(0.0, bar.total - bar.n) / rate, 1)
     if phase.remaining_s is None:
         return replace(beat, phase_eta_s=phase_eta_s)
+    # What follows the phase: seconds that are known, and further steps at the rate of this one.
     later_s = phase.remaining_s + phase.remaining_steps / rate
     return replace(beat, phase_eta_s=phase_eta_s, run_eta_s=round(phase_eta_s + later_s, 1))
 

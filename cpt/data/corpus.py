@@ -111,9 +111,9 @@ def write_corpus(source: DocumentSource, name: str, folder: Path) -> None:
 
     if content.num_contradicted:
         log.warning(
-            "Keeping first answers in %s: different ones of %s",
-            name,
+            "Keeping the first of different answers to %s in %s",
             count_noun(content.num_contradicted, "question"),
+            name,
         )
     log.info(
         "Read %s: %.2f MB, documents: %s; left out: %s and %s",

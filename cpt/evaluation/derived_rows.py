@@ -97,9 +97,9 @@ def describe_run_chats(row: DerivedRow) -> list[str]:
             f"({format_mean_rise(chats['base_answer_rise'])})"
         )
     if chats["answers"] is not None:
-        chat_count = count_noun(chats["answers"]["chats"], "chat")
+        answered_count = count_noun(chats["answers"]["chats"], "chat")
         sentences.append(
-            f"Answers to {chat_count}: {chats['answers']['newly_broken']} broken that the run's base "
+            f"Answers to {answered_count}: {chats['answers']['newly_broken']} broken that the run's base "
             "answers well"
         )
     return sentences

@@ -70,9 +70,8 @@ class WeightsReport:
     missing: list[str]
     unused: list[str]
     mismatched: list[tuple[str, torch.Size, torch.Size]]  # a name, its stored shape, and the model's
-    left_out: list[
-        str
-    ]  # matrices of other parts, which the class skips by name, like those of an image encoder
+    # Stored matrices of other parts, which the class skips by name, like those of an image encoder.
+    left_out: list[str]
 
 
 def weight_names(config: PretrainedConfig) -> list[str]:

@@ -231,8 +231,7 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
     """The parameters that no method trains, as the options say: embeddings, the first blocks, both with their
     adapters, and all that no entry of `trainable` finds (with `biases`, BitFit; Ben Zaken et al., ACL 2022).
-    Raises ValueError for more
-    blocks than there are, and for an entry of `trainable` that finds nothing."""
+    Raises ValueError for more blocks than there are, and for an entry of `trainable` that finds nothing."""
     frozen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
         blocks = [block for _, block in find_blocks(model)]

@@ -223,9 +223,9 @@ def contrast_task(task: Task, differences_by_group: Mapping[str, Sequence[TaskDi
         counts.append(
             {
                 "num_tasks": len(task_differences),
-                "both": sum(task.both for task in outcomes),
-                "only_group": sum(task.only_group for task in outcomes),
-                "only_baseline": sum(task.only_baseline for task in outcomes),
+                "both": sum(outcome.both for outcome in outcomes),
+                "only_group": sum(outcome.only_group for outcome in outcomes),
+                "only_baseline": sum(outcome.only_baseline for outcome in outcomes),
             }
         )
 

@@ -442,7 +442,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
     """A panel by quantity: the mean similarity of two domains over the blocks, a line per kind of layer."""
     figure = make_figure((8.5, 0.8 + 2.6 * len(overlaps)))
     panels = figure.subplots(len(overlaps), 1, squeeze=False)[:, 0]
-    means = []
+    descriptions = []
     for (title, overlap), axes in zip(overlaps.items(), panels, strict=True):
         for index, (kind, blocks) in enumerate(group_similarities(overlap).items()):
             similarities = np.array(list(blocks.values()))  # [block, pair of domains]
@@ -451,10 +451,11 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
                 continue
 
             numbers = list(blocks)
+            means = similarities.mean(1)  # by block
             style = series_style(index)
             axes.plot(
                 numbers,
-                similarities.mean(1),
+                means,
                 label=escape_label(kind, width=30),
                 markersize=5,
                 color=style.colour,
@@ -462,11 +463,10 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
                 linestyle=style.dashes,
             )
 
-            texts = [
-                f"{kind}, block {number}: {mean:.2f}"
-                for number, mean in zip(numbers, similarities.mean(1), strict=True)
-            ]
-            add_spots(axes, numbers, similarities.mean(1), texts)
+            texts = []
+            for number, mean in zip(numbers, means, strict=True):
+                texts.append(f"{kind}, block {number}: {mean:.2f}")
+            add_spots(axes, numbers, means, texts)
             axes.fill_between(
                 numbers,
                 similarities.min(1),
@@ -475,7 +475,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
                 alpha=0.12,
                 linewidth=0,
             )
-            means.append(f"{title}, {kind} {similarities.mean():.2f}")
+            descriptions.append(f"{title}, {kind} {similarities.mean():.2f}")
 
         axes.set(ylim=(0, 1.02), ylabel="similarity of\ntwo domains", xlabel="block")
         axes.set_title(title, fontsize=9)
@@ -485,7 +485,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
 
     return make_png(
         figure,
-        description=f"Mean similarity of two domains, over all blocks: {list_descriptions(means)}",
+        description=f"Mean similarity of two domains, over all blocks: {list_descriptions(descriptions)}",
     )
 
 

@@ -223,8 +223,8 @@ class TuneSweeper(OptunaSweeper):
         if not candidate.space:
             log.info("Nothing to tune in %s: its final runs have the given values", candidate.label)
             return SearchResult([], [])
-        trial_count = "all trials" if self.n_trials is None else count_noun(self.n_trials, "trial")
-        log.info("Tuning %s: %s over %s", candidate.label, trial_count, ", ".join(candidate.space))
+        trial_count = "the whole grid" if self.n_trials is None else count_noun(self.n_trials, "trial")
+        log.info("Tuning %s: %s of %s", candidate.label, trial_count, ", ".join(candidate.space))
 
         # Trials are not evaluated by what does not decide the search.
         unused_groups = ["benchmark", "divergence"]

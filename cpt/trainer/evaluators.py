@@ -173,10 +173,10 @@ def warn_of_trained_chats(chats: Sequence[HeldOutChat], corpora: Corpora) -> Non
     domain or of `replay.sources`."""
     if not chats or not is_first_process():
         return
-    keys = [hash_bytes(chat.example.question.encode()) for chat in chats]
+    keys = np.array([hash_bytes(chat.example.question.encode()) for chat in chats], np.uint64)
     counts = {}
     for name, corpus in corpora.trained_examples.items():
-        is_trained = np.isin(np.array(keys, np.uint64), corpus.keys("train"))
+        is_trained = np.isin(keys, corpus.keys("train"))
         if is_trained.any():
             counts[name] = int(is_trained.sum())
     if counts:

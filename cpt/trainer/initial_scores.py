@@ -205,13 +205,13 @@ def find_base_origin(plan: Plan, base: Base) -> dict[str, Any]:
 
     adaptations = []
     if plan.model.num_hidden_layers is not None:
-        adaptations.append(f"the first {plan.model.num_hidden_layers} blocks")
+        adaptations.append(f"the first {count_noun(plan.model.num_hidden_layers, 'block')}")
     if plan.model.rope_parameters is not None:
         adaptations.append(f"RoPE {format_value(plan.model.rope_parameters)}")
     if checkpoint is not None and plan.model.pretraining is not None:
         steps = plan.model.pretraining.head_steps
         if steps:
-            adaptations.append(f"head trained for {steps} steps on general text")
+            adaptations.append(f"head trained for {count_noun(steps, 'step')} on general text")
         else:
             adaptations.append("head as it is, or random")
     if plan.model.tokenizer is not None:

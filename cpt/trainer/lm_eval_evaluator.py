@@ -101,9 +101,9 @@ class LMEvalEvaluator(FileEvaluator):
             allowed = ", ".join(first_result["metrics"])
             raise InvalidOptionError(f"benchmark.metrics.{task}", metric, allowed=allowed)
 
-        values = []
+        measurements = []  # by row; empty where it was not measured
         for result in results_by_row:
-            values.append(result["metrics"].get(metric, {}) if result else {})
+            measurements.append(result["metrics"].get(metric, {}) if result else {})
         return {
             "shots": first_result["shots"],
             "limit": first_result["limit"],
@@ -113,6 +113,6 @@ class LMEvalEvaluator(FileEvaluator):
             "chance": first_result["chance"] if metric.startswith("acc") else None,
             "metric": metric,
             "higher": first_result["metrics"][metric]["higher"],
-            "values": [value.get("value") for value in values],
-            "errors": [value.get("error") for value in values],
+            "values": [measurement.get("value") for measurement in measurements],
+            "errors": [measurement.get("error") for measurement in measurements],
         }

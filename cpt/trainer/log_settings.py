@@ -281,12 +281,14 @@ def find_ineffective_freezing(plan: Plan, module: ContinualMethod) -> Iterator[s
 
     method = plan.names["method"]
     freeze = plan.freeze
-    if freeze.embeddings and not trains_some(find_frozen(module.model, Freeze(embeddings=True, layers=0))):
-        yield f"freeze.embeddings=true: method={method} trains no embedding"
-    if freeze.layers and not trains_some(
-        find_frozen(module.model, Freeze(embeddings=False, layers=freeze.layers))
-    ):
-        yield f"freeze.layers={freeze.layers}: method={method} trains nothing in these blocks"
+    if freeze.embeddings:
+        embeddings = find_frozen(module.model, Freeze(embeddings=True, layers=0))
+        if not trains_some(embeddings):
+            yield f"freeze.embeddings=true: method={method} trains no embedding"
+    if freeze.layers:
+        blocks = find_frozen(module.model, Freeze(embeddings=False, layers=freeze.layers))
+        if not trains_some(blocks):
+            yield f"freeze.layers={freeze.layers}: method={method} trains nothing in these blocks"
     for entry in list_trainable_entries(freeze.trainable):
         if not trains_some(find_trainable(module.model, entry)):
             yield f"trainable={entry}: method={method} trains nothing of what it finds"

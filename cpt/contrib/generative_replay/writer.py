@@ -265,7 +265,7 @@ class TextWriter(ReplaySource):
             discard(folder)
             finish_artifact(partial_folder, folder)
             log.info(
-                "Generated text before %s: %s of %s, kept prefixes among them %d: %s",
+                "Generated text before %s: %s of %s, %d of them kept prefixes: %s",
                 stage.name,
                 count_noun(sum(counts["texts"] for counts in facts.values()), "text"),
                 count_noun(sum(counts["tokens"] for counts in facts.values()), "token"),
@@ -627,7 +627,7 @@ class ExampleWriter(TextWriter):
         facts = count_texts(source, num_replayed) | {"invalid": num_invalid}
         if num_invalid:
             num_generated = facts["texts"] + facts["left_out"]
-            message = "Dropping %d of %s generated for %s, no examples of it%s"
+            message = "Dropping %d of %s generated for %s, which do not have its form%s"
             end = "" if facts["texts"] else ": nothing of it is replayed"
             log.info(message, num_invalid, count_noun(num_generated, "example"), job.text, end)
         return facts

@@ -86,9 +86,9 @@ class MixedSource(Options):
     )
 
     def __post_init__(self) -> None:
-        if not self.is_local and (
-            find_suffix(Path(self.path)) in SUFFIXES or not HUB_NAME.fullmatch(self.path)
-        ):
+        has_file_name = find_suffix(Path(self.path)) in SUFFIXES
+        is_hub_name = not has_file_name and HUB_NAME.fullmatch(self.path) is not None
+        if not self.is_local and not is_hub_name:
             raise InvalidOptionError(
                 "path",
                 self.path,

@@ -665,12 +665,12 @@ def column_texts(
     that names the column, for messages."""
     for position, row in rows:
         try:
-            text = text_of(position, column, read_cell(row, column, position, option))
-            refuse_control(position, column, text or "")
+            text = text_of(position, column, read_cell(row, column, position, option)) or ""
+            refuse_control(position, column, text)
         except ValueError as error:
             reject(error)
             continue
-        yield text or ""
+        yield text
 
 
 def refuse_control(where: str, column: str, text: str) -> None:

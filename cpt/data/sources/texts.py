@@ -211,7 +211,7 @@ class Texts(Source):
         splits = [split_of(path.relative_to(folder)) or "train" for path in paths]
         if "train" not in splits and self.by != "coarse":  # which joins folders
             raise ValueError(
-                f"{folder} has no file to train on: by their names all {len(paths)} are held out, "
+                f"{folder} has no file to train on, but {count_noun(len(paths), 'file')} held out by name, "
                 f"like {paths[0].relative_to(folder)} ({splits[0]}). "
                 "Allowed: a file whose name says train, or no split"
             )

@@ -52,7 +52,9 @@ def test_what_files_are_taken_as_is_in_one_line(tmp_path, caplog):
 def test_a_domain_whose_files_are_all_held_out_by_their_names_is_refused_before_it_is_read(tmp_path, caplog):
     write(tmp_path / "a" / "x.test.txt", "One.\n")
     write(tmp_path / "test" / "x.txt", "One.\n")
-    with pytest.raises(ValueError, match=r"a has no file to train on: .*x.test.txt \(test\)"):
+    with pytest.raises(
+        ValueError, match=r"a has no file to train on, but 1 file held out by name, .*x.test.txt \(test\)"
+    ):
         open_texts(tmp_path).check(["a"])
     open_texts(tmp_path).check(["test"])
     assert "named as held-out text, as domains of their own: test" in caplog.text

@@ -167,7 +167,7 @@ def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_ask
     corpus = make_corpus(open_source(), "a", cache=tmp_path)
     assert corpus.facts["documents"] == {"train": 38, "valid": 2, "test": 10}
     assert (corpus.facts["duplicates"], corpus.facts["held_out_copies"]) == (1, 2)
-    assert "different ones of 2 questions" in caplog.text
+    assert "the first of different answers to 2 questions in" in caplog.text
 
     # 31 questions are answered by a, 20 by b and 9 by c.
     labels = "a" * 31 + "b" * 20 + "c" * 9
