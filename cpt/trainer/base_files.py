@@ -23,6 +23,7 @@ from cpt.trainer.run_dir import checkpoint_files
 log = logging.getLogger(__name__)
 
 OF_LOADING = ("is_local", "local_files_only")  # how a tokenizer was loaded, which save_pretrained writes
+AUTHORS_CODE = "auto_map"  # names Python code that is neither run nor exported
 VERBATIM = "PreTrainedTokenizerFast"  # the class that takes tokenizer.json as it is
 # Text on which normalizers, pre-tokenizers and added tokens differ.
 ODD_TEXTS = (
@@ -45,7 +46,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Pat
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-        set_stored_max_length(tokenizer, folder)
+        adapt_tokenizer_config(tokenizer, folder)
         if describe_difference(tokenizer, folder) is None:
             return
 
@@ -129,24 +130,29 @@ def remove_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         path.unlink()
 
 
-def set_stored_max_length(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Sets the longest text in tokenizer_config.json if the tokenizer has another, as with scaled RoPE."""
+def adapt_tokenizer_config(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Sets the longest text in a copied tokenizer_config.json if the tokenizer has another, as with scaled
+    RoPE, and removes the name of code that is not copied; else leaves the file as it is."""
     path = folder / TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return
-    config = json.loads(path.read_text(encoding="utf-8"))
-    stored = config.get("model_max_length")
-    if stored is not None and stored != tokenizer.model_max_length:
-        write_config(path, {**config, "model_max_length": tokenizer.model_max_length})
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    config = dict(stored)
+    if config.get("model_max_length") is not None:
+        config["model_max_length"] = tokenizer.model_max_length
+    config.pop(AUTHORS_CODE, None)
+    if config != stored:
+        write_config(path, config)
 
 
 def change_tokenizer_config(folder: Path, *, tokenizer_class: str | None = None) -> None:
-    """Removes from tokenizer_config.json how the tokenizer was loaded, and sets its class."""
+    """Removes from tokenizer_config.json how the tokenizer was loaded and code that is not saved, and sets
+    its class."""
     path = folder / TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return
     config = json.loads(path.read_text(encoding="utf-8"))
-    for name in OF_LOADING:
+    for name in (*OF_LOADING, AUTHORS_CODE):
         config.pop(name, None)
     if tokenizer_class is not None:
         config["tokenizer_class"] = tokenizer_class

@@ -77,7 +77,7 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
     if adapter is not None:
         check_adapter(adapter, checkpoint=name_or_path)
     if is_first_process():
-        log_ignored_outputs(name_or_path)
+        log_ignored_settings(name_or_path, config)
         if adapter is not None:
             log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
         log_modules(folder)
@@ -271,12 +271,19 @@ def check_tokenizer_files(folder: Path, *, key: str) -> None:
     )
 
 
-def log_ignored_outputs(name_or_path: str) -> None:
-    """Logs the settings of outputs in config.json that cpt replaces."""
+def log_ignored_settings(name_or_path: str, config: PretrainedConfig) -> None:
+    """Logs the settings of outputs in config.json that cpt replaces, and the code that it does not run."""
     ignored_outputs = loading.find_ignored_outputs(name_or_path)
     if ignored_outputs:
         settings = ", ".join(f"{name}={format_value(value)}" for name, value in ignored_outputs.items())
         log.info("Ignoring %s in the config.json of %s", settings, name_or_path)
+    if loading.names_authors_code(name_or_path):
+        log.info(
+            "Ignoring the Python code of its authors that the config.json of %s names (auto_map): trained and "
+            "exported is the %s of transformers",
+            name_or_path,
+            config.model_type,
+        )
 
 
 def log_modules(folder: Path) -> None:

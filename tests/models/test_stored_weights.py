@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForPreTraining,
     GPT2Config,
@@ -24,7 +25,7 @@ from transformers import (
 
 from cpt.models import loading
 from cpt.models.stored_weights import StoredWeights, WeightsReport, find_wrapper
-from cpt.trainer.check_checkpoint import check_stored_weights, check_weight_files
+from cpt.trainer.check_checkpoint import check_stored_weights, check_weight_files, log_ignored_settings
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 DECODER = SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "max_position_embeddings": 40}
@@ -421,6 +422,20 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
     edit_config(tmp_path, model_type="ours", auto_map={"AutoConfig": "ours.Config"})
     message = "its config.json needs Python code of its authors (auto_map), which is never run"
     assert message in refusal(tmp_path)
+
+
+def test_of_a_class_of_transformers_the_code_of_its_authors_is_not_named_in_an_export(tmp_path, caplog):
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    edit_config(tmp_path, auto_map={"AutoModelForCausalLM": "ours.Ours"})
+    caplog.set_level("INFO")
+    log_ignored_settings(str(tmp_path), loading.load_config(str(tmp_path)))
+    assert (
+        f"that the config.json of {tmp_path} names (auto_map): trained and exported is the qwen2"
+        in caplog.text
+    )
+    loading.load_model(tmp_path, "causal").save_pretrained(tmp_path / "model")
+    assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
 
 
 def test_outputs_that_a_config_asks_for_are_replaced(tmp_path):

@@ -124,6 +124,24 @@ def test_another_length_is_all_that_changes_in_the_bases_files(tmp_path, target)
     assert describe_difference(tokenizer, target) == "256 tokens at most, not 128"
 
 
+@pytest.mark.parametrize("has_new_tokens", [False, True])
+def test_an_export_does_not_name_the_code_of_its_authors(has_new_tokens, tmp_path, target):
+    base = tmp_path / "base"
+    base.mkdir()
+    make_base(base, model_type="llama")
+    path = base / "tokenizer_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["own.Own", None]}})
+    )
+    (target / "config.json").write_bytes((base / "config.json").read_bytes())
+    tokenizer = load_tokenizer(base)
+    if has_new_tokens:
+        tokenizer.add_tokens(["quark"])
+    save_tokenizer(tokenizer, base=str(base), folder=target)
+    assert "auto_map" not in json.loads((target / "tokenizer_config.json").read_text())
+    assert AutoTokenizer.from_pretrained(target, trust_remote_code=True).get_vocab() == tokenizer.get_vocab()
+
+
 def test_a_tokenizer_without_a_fast_version_and_one_without_a_base_are_saved(tmp_path, target):
     ByT5Tokenizer(extra_ids=3).save_pretrained(tmp_path / "byt5")
     slow = load_tokenizer(tmp_path / "byt5")
