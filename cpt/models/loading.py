@@ -218,8 +218,8 @@ def make_sharing(config: PretrainedConfig) -> Sharing:
 
 def load_config(checkpoint: str) -> PretrainedConfig:
     """A checkpoint's configuration, with outputs as methods read them and without the code of its authors,
-    of which an exported model has none. Raises ValueError if there is no such checkpoint, for values that transformers refuses, and for an adapter of peft, which transformers would
-    load frozen into the model."""
+    of which an exported model has none. Raises ValueError if there is no such checkpoint, for values that
+    transformers refuses, and for an adapter of peft, which transformers would load frozen into the model."""
     folder = Path(checkpoint)
     if (folder / "adapter_config.json").is_file():
         raise InvalidOptionError(

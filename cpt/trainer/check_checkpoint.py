@@ -279,8 +279,8 @@ def log_ignored_settings(name_or_path: str, config: PretrainedConfig) -> None:
         log.info("Ignoring %s in the config.json of %s", settings, name_or_path)
     if loading.names_authors_code(name_or_path):
         log.info(
-            "Ignoring the Python code of its authors that the config.json of %s names (auto_map): trained and "
-            "exported is the %s of transformers",
+            "Ignoring the Python code that the config.json of %s names (auto_map): the %s of transformers is "
+            "trained and exported",
             name_or_path,
             config.model_type,
         )
