@@ -61,6 +61,8 @@ AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "
 SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
 # Outputs as methods read them, whatever a checkpoint's config.json asks for.
 PLAIN_OUTPUTS = {"return_dict": True, "output_hidden_states": False}
+# Keys of config.json for kernels of another machine: here trainer.attn_implementation decides.
+KERNELS = ("attn_implementation", "experts_implementation")
 AUTO_MAP = "auto_map"  # the key of config.json that names Python code of a checkpoint's authors
 SENTINELS = 100  # added to a tokenizer that has none
 SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
@@ -218,7 +220,7 @@ def make_sharing(config: PretrainedConfig) -> Sharing:
 
 def load_config(checkpoint: str) -> PretrainedConfig:
     """A checkpoint's configuration, with outputs as methods read them and without the code of its authors,
-    of which an exported model has none. Raises ValueError if there is no such checkpoint, for values that
+    of which an exported model has none; the kernels are those of the machine. Raises ValueError if there is no such checkpoint, for values that
     transformers refuses, and for an adapter of peft, which transformers would load frozen into the model."""
     folder = Path(checkpoint)
     if (folder / "adapter_config.json").is_file():
@@ -253,19 +255,26 @@ def load_config(checkpoint: str) -> PretrainedConfig:
     # A checkpoint may ask for tuples or attention maps, which methods would have to tell apart.
     for name, value in PLAIN_OUTPUTS.items():
         setattr(config, name, value)
+    for name in KERNELS:
+        setattr(config, f"_{name}", None)
     if hasattr(config, AUTO_MAP):
         delattr(config, AUTO_MAP)
     return config
 
 
-def find_ignored_outputs(checkpoint: str) -> dict[str, Any]:
-    """The settings of outputs in a checkpoint's config.json that `configuration` replaces."""
+def find_ignored_settings(checkpoint: str) -> dict[str, Any]:
+    """The settings of outputs and kernels in a checkpoint's config.json that `load_config` replaces."""
     stored, _ = PretrainedConfig.get_config_dict(checkpoint)
-    return {name: stored[name] for name, value in PLAIN_OUTPUTS.items() if stored.get(name, value) != value}
+    ignored = {name: stored[name] for name, value in PLAIN_OUTPUTS.items() if stored.get(name, value) != value}
+    for kernel in KERNELS:
+        for key in (kernel, f"_{kernel}"):
+            if stored.get(key) is not None:
+                ignored[key] = stored[key]
+    return ignored
 
 
 def names_authors_code(checkpoint: str) -> bool:
-    """Whether a checkpoint's config.json names Python code of its authors, beside which transformers has a
+    """Whether a checkpoint's config.json names Python code of its authors, although transformers has a
     class of its own."""
     stored, _ = PretrainedConfig.get_config_dict(checkpoint)
     return AUTO_MAP in stored

@@ -272,10 +272,10 @@ def check_tokenizer_files(folder: Path, *, key: str) -> None:
 
 
 def log_ignored_settings(name_or_path: str, config: PretrainedConfig) -> None:
-    """Logs the settings of outputs in config.json that cpt replaces, and the code that it does not run."""
-    ignored_outputs = loading.find_ignored_outputs(name_or_path)
-    if ignored_outputs:
-        settings = ", ".join(f"{name}={format_value(value)}" for name, value in ignored_outputs.items())
+    """Logs the settings in config.json that cpt replaces, and the code that it does not run."""
+    ignored_settings = loading.find_ignored_settings(name_or_path)
+    if ignored_settings:
+        settings = ", ".join(f"{name}={format_value(value)}" for name, value in ignored_settings.items())
         log.info("Ignoring %s in the config.json of %s", settings, name_or_path)
     if loading.names_authors_code(name_or_path):
         log.info(

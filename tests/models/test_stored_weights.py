@@ -429,10 +429,7 @@ def test_of_a_class_of_transformers_the_code_of_its_authors_is_not_named_in_an_e
     edit_config(tmp_path, auto_map={"AutoModelForCausalLM": "ours.Ours"})
     caplog.set_level("INFO")
     log_ignored_settings(str(tmp_path), loading.load_config(str(tmp_path)))
-    assert (
-        f"that the config.json of {tmp_path} names (auto_map): trained and exported is the qwen2"
-        in caplog.text
-    )
+    assert "names (auto_map): the qwen2 of transformers is trained and exported" in caplog.text
     loading.load_model(tmp_path, "causal").save_pretrained(tmp_path / "model")
     assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
@@ -441,10 +438,19 @@ def test_of_a_class_of_transformers_the_code_of_its_authors_is_not_named_in_an_e
 def test_outputs_that_a_config_asks_for_are_replaced(tmp_path):
     checkpoint_of("qwen2", tmp_path, "model.safetensors")
     edit_config(tmp_path, return_dict=False, output_hidden_states=True)
-    assert loading.find_ignored_outputs(str(tmp_path)) == {"return_dict": False, "output_hidden_states": True}
+    assert loading.find_ignored_settings(str(tmp_path)) == {"return_dict": False, "output_hidden_states": True}
     model = loading.load_model(tmp_path, "causal")
     outputs = model(input_ids=torch.arange(8)[None])
     assert outputs.logits.shape == (1, 8, 300) and outputs.hidden_states is None
+
+
+def test_kernels_of_the_machine_that_saved_a_config_are_replaced(tmp_path):
+    checkpoint_of("mixtral", tmp_path, "model.safetensors")
+    kernels = {"_attn_implementation": "flash_attention_2", "experts_implementation": "nonsense"}
+    edit_config(tmp_path, **kernels)
+    assert refusal(tmp_path) == ""
+    assert loading.find_ignored_settings(str(tmp_path)) == kernels
+    assert loading.load_model(tmp_path, "causal").config._attn_implementation == "sdpa"
 
 
 def test_the_objective_is_that_of_the_saved_class(tmp_path):
