@@ -34,6 +34,8 @@ class Budget:
         has_whole_steps = self.steps is None or float(self.steps).is_integer()
         if len(options) != 2 or min(options.values()) <= 0 or not has_whole_steps:
             assignments = " ".join(f"trainer.{name}={value}" for name, value in options.items())
+            if len(options) == 1:  # the size of a batch alone
+                assignments = "trainer.steps=null trainer.epochs=null trainer.tokens=null"
             raise ValueError(
                 f"{assignments} is invalid. Allowed: exactly one of trainer.steps (whole), trainer.epochs, "
                 "trainer.tokens, all above 0; the others null, like trainer.steps=null"

@@ -76,7 +76,8 @@ def find_terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if end is None and not frame_of(tokenizer)[1]:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path} has no token to separate documents. "
-            "Allowed: one with an eos or sep token"
+            "Allowed: one with an eos or sep token, as eos_token in its tokenizer_config.json; for raw "
+            "text also domains.separator=TOKEN or none"
         )
     return [] if end is None else [end]
 

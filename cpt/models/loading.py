@@ -219,9 +219,11 @@ def make_sharing(config: PretrainedConfig) -> Sharing:
 
 
 def load_config(checkpoint: str) -> PretrainedConfig:
-    """A checkpoint's configuration, with outputs as methods read them and without the code of its authors,
-    of which an exported model has none; the kernels are those of the machine. Raises ValueError if there is no such checkpoint, for values that
-    transformers refuses, and for an adapter of peft, which transformers would load frozen into the model."""
+    """A checkpoint's configuration, with outputs as methods read them, without kernels of another machine and
+    without the code of its authors, of which an exported model has none.
+
+    Raises ValueError if there is no such checkpoint, for values that transformers refuses, and for an adapter
+    of peft, which transformers would load frozen into the model."""
     folder = Path(checkpoint)
     if (folder / "adapter_config.json").is_file():
         raise InvalidOptionError(
@@ -265,7 +267,9 @@ def load_config(checkpoint: str) -> PretrainedConfig:
 def find_ignored_settings(checkpoint: str) -> dict[str, Any]:
     """The settings of outputs and kernels in a checkpoint's config.json that `load_config` replaces."""
     stored, _ = PretrainedConfig.get_config_dict(checkpoint)
-    ignored = {name: stored[name] for name, value in PLAIN_OUTPUTS.items() if stored.get(name, value) != value}
+    ignored = {
+        name: stored[name] for name, value in PLAIN_OUTPUTS.items() if stored.get(name, value) != value
+    }
     for kernel in KERNELS:
         for key in (kernel, f"_{kernel}"):
             if stored.get(key) is not None:

@@ -6,7 +6,7 @@ targets that match nothing and too few positions are reported at once."""
 import datetime
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from tempfile import TemporaryDirectory
@@ -386,6 +386,32 @@ def check_text_format(
             "Separator of documents (domains.separator=%s): %s", options.separator, separator.description
         )
     log_row_start(text_format, bos_in_rows=options.bos_in_rows)
+    if objective == "causal":
+        warn_of_other_ends(tokenizer, model_ends, checkpoint=str(plan.model.name_or_path))
+
+
+def warn_of_other_ends(
+    tokenizer: PreTrainedTokenizerBase, model_ends: Sequence[int], *, checkpoint: str
+) -> None:
+    """Logs where a checkpoint's config.json and generation_config.json stop at other tokens than its
+    tokenizer ends texts with: the exported model, which has these files, would write on."""
+    own_end = tokenizer.eos_token_id
+    known_ids = set(tokenizer.get_vocab().values())
+    unknown_ends = [token_id for token_id in model_ends if token_id not in known_ids]
+    is_own_end_missing = bool(model_ends) and own_end is not None and own_end not in model_ends
+    if not unknown_ends and not is_own_end_missing:
+        return
+
+    fault = f"has no token {', '.join(map(str, unknown_ends))}"
+    if is_own_end_missing:
+        fault = f"ends texts with {tokenizer.eos_token} ({own_end})"
+    log.warning(
+        "The files of %s stop at eos_token_id=%s, but its tokenizer %s: what the exported model generates "
+        "may not end; correct eos_token_id in config.json and generation_config.json",
+        checkpoint,
+        format_value(list(model_ends)),
+        fault,
+    )
 
 
 def log_row_start(text_format: TextFormat, *, bos_in_rows: bool | str) -> None:

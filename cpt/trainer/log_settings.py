@@ -39,8 +39,13 @@ from cpt.trainer.run_dir import has_chat_template
 log = logging.getLogger(__name__)
 # Optimizers whose step is about as large as the learning rate.
 ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-# Keys of a new model, which a run that starts from the model of another one does not build.
-NEW_MODEL_KEYS = ("model.config.", "model.vocab_size")
+# Keys of a base that is built or chosen, which a run that starts from the model of another one does not do.
+BASE_KEYS = (
+    "model.config.",
+    "model.vocab_size",
+    "model.name_or_path",
+    "model.num_hidden_layers",
+)
 # Options and sections of options that only training reads.
 TRAINING_KEYS = (
     "trainer.steps",
@@ -83,6 +88,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     log_export(plan, machine)
     log_muon(plan, module)
     warn_of_slow_teacher(machine, module)
+    warn_of_no_rate(plan)
     warn_of_lost_updates(plan, module, precision=machine.precision)
     warn_of_untrained_rows(plan, module)
     log_experts(plan, module)
@@ -268,6 +274,23 @@ def find_ineffective_importances(plan: Plan, module: ContinualMethod) -> Iterato
         yield f"trainer.importance_samples: {choices} estimates nothing on samples"
 
 
+def find_ineffective_base(plan: Plan) -> Iterator[str]:
+    """Options of a base that is built or chosen in a run that starts from the model of another one, and those
+    of pre-training where a checkpoint is given."""
+    base_keys = [key for key in list_set_keys() if key.startswith(BASE_KEYS)]
+    earlier_run = plan.settings["init_from"]
+    if base_keys and earlier_run:
+        yield f"{', '.join(base_keys)}: init_from={earlier_run} has the model"
+
+    checkpoint = plan.model.name_or_path
+    pretraining = plan.settings["model"]["pretraining"]
+    pretraining_keys = [key for key in list_set_keys() if key.startswith("model.pretraining.")]
+    if checkpoint and pretraining and pretraining.get("steps"):
+        yield f"model.pretraining.steps: {checkpoint} is given"
+    elif checkpoint and pretraining_keys and plan.model.pretraining is None:
+        yield f"{', '.join(pretraining_keys)}: {checkpoint} is given, and head_steps is null"
+
+
 def find_ineffective_freezing(plan: Plan, module: ContinualMethod) -> Iterator[str]:
     """Options that freeze, or leave to be trained, only what an adapter method does not train anyway."""
     # What a model that grows trains is not there yet.
@@ -298,17 +321,8 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     """The options that are set and change nothing, each with the reason."""
     options = plan.trainer
     method = plan.names["method"]
-    checkpoint = plan.model.name_or_path
 
-    new_model_keys = find_new_model_keys()
-    if new_model_keys and plan.settings["init_from"]:
-        yield f"{', '.join(new_model_keys)}: init_from is given"
-    pretraining = plan.settings["model"]["pretraining"]
-    pretraining_keys = [key for key in list_set_keys() if key.startswith("model.pretraining.")]
-    if checkpoint and pretraining and pretraining.get("steps"):
-        yield f"model.pretraining.steps: {checkpoint} is given"
-    elif checkpoint and pretraining_keys and plan.model.pretraining is None:
-        yield f"{', '.join(pretraining_keys)}: {checkpoint} is given, and head_steps is null"
+    yield from find_ineffective_base(plan)
     if "domains.embedding_samples" in list_set_keys() and not plan.is_ordered_by_texts:
         yield f"domains.embedding_samples: order={format_value(plan.run.order)} is not one by similarity"
 
@@ -359,11 +373,6 @@ def find_undecayed_anyway(plan: Plan, module: ContinualMethod) -> list[str]:
         if group.parameters and all(parameter.ndim < 2 for parameter in group.parameters):
             patterns.append(group.pattern)
     return patterns
-
-
-def find_new_model_keys() -> list[str]:
-    """The options of a new model that the command line sets."""
-    return [key for key in list_set_keys() if key.startswith(NEW_MODEL_KEYS)]
 
 
 def list_set_keys() -> list[str]:
@@ -427,6 +436,12 @@ def warn_of_slow_teacher(machine: Machine, module: ContinualMethod) -> None:
         log.warning(
             "method.teacher=bf16-mixed is slow on this CPU: it has no AVX-512. method.teacher=run is faster"
         )
+
+
+def warn_of_no_rate(plan: Plan) -> None:
+    """Logs that an optimizer with a rate of 0 trains nothing."""
+    if plan.optim.arguments.get("lr") == 0 and plan.names["method"] != "none":
+        log.warning("optim.lr=0: no step changes a weight")
 
 
 def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Precision) -> None:

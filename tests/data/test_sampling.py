@@ -352,6 +352,10 @@ def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
     ):
         steps = budget.steps_for(TEXTS["a"], length=8)
         assert (steps, type(steps)) == (expected, int)
+    with pytest.raises(
+        ValueError, match=r"^trainer.steps=null trainer.epochs=null trainer.tokens=null is invalid"
+    ):
+        make_budget()
     sequence = enter_domain(domains=JOINT, budget=make_budget(epochs=1.0))
     assert sequence.steps_by_text(JOINT[0]) == [6, 2, 10]
     assert sequence.steps(JOINT[0]) == len(sequence.train_dataloader()) == 18

@@ -438,7 +438,10 @@ def test_of_a_class_of_transformers_the_code_of_its_authors_is_not_named_in_an_e
 def test_outputs_that_a_config_asks_for_are_replaced(tmp_path):
     checkpoint_of("qwen2", tmp_path, "model.safetensors")
     edit_config(tmp_path, return_dict=False, output_hidden_states=True)
-    assert loading.find_ignored_settings(str(tmp_path)) == {"return_dict": False, "output_hidden_states": True}
+    assert loading.find_ignored_settings(str(tmp_path)) == {
+        "return_dict": False,
+        "output_hidden_states": True,
+    }
     model = loading.load_model(tmp_path, "causal")
     outputs = model(input_ids=torch.arange(8)[None])
     assert outputs.logits.shape == (1, 8, 300) and outputs.hidden_states is None

@@ -71,6 +71,26 @@ def test_options_that_are_added_to_a_choice_without_any(set_keys):
     assert list(log_settings.find_options_of_nothing(plan)) == ["replay.sources: replay=none"]
 
 
+def test_the_base_of_a_run_that_starts_from_the_model_of_another(set_keys):
+    set_keys("model", "model.name_or_path", "model.config.hidden_size", "model.max_seq_length")
+    settings = {"init_from": "outputs/first/run", "model": {"pretraining": None}}
+    model = SimpleNamespace(name_or_path="outputs/first/run/model", pretraining=None)
+    plan = SimpleNamespace(settings=settings, model=model)
+    expected = "model.name_or_path, model.config.hidden_size: init_from=outputs/first/run has the model"
+    assert list(log_settings.find_ineffective_base(plan)) == [expected]
+    settings["init_from"] = None
+    assert list(log_settings.find_ineffective_base(plan)) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "method", "is_told"), [(0.0, "ncl", True), (1e-9, "ncl", False), (0.0, "none", False)]
+)
+def test_a_rate_of_zero_is_a_warning(rate, method, is_told, caplog):
+    plan = SimpleNamespace(optim=SimpleNamespace(arguments={"lr": rate}), names={"method": method})
+    log_settings.warn_of_no_rate(plan)
+    assert ("optim.lr=0: no step changes a weight" in caplog.messages) == is_told
+
+
 def test_tags_of_a_run_that_is_not_logged_to_wandb():
     for tags, wandb, lines in (
         (("a", "b"), False, ["tags=[a,b]: nothing is logged to W&B (logger=wandb)"]),

@@ -22,6 +22,7 @@ from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
 from cpt.train import check_base_folder, check_start
 from cpt.trainer import hydra_callback
+from cpt.trainer.check_model import warn_of_other_ends
 from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare_run, warn_of_cpu_processes
@@ -287,7 +288,27 @@ def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, u
     lacks = {"a mask": {"eos_token": "</s>"}, "a token to separate": {"mask_token": "<mask>"}}
     for complaint, tokens in lacks.items():
         tokenizer_with_template("$A", **tokens).save_pretrained(checkpoint)
-        assert f"the tokenizer {checkpoint} has no{complaint[1:]}" in unread(cfg)
+        message = unread(cfg)
+        assert f"the tokenizer {checkpoint} has no{complaint[1:]}" in message
+    assert message.endswith("for raw text also domains.separator=TOKEN or none")
+
+
+ENDS = {  # what the files of a checkpoint stop at, and what is said of it
+    "the tokenizer's own": ([2, 7], ""),
+    "none is known": ([], ""),
+    "another token": ([7], "stop at eos_token_id=[7], but its tokenizer ends texts with </s> (2)"),
+    "no token": ([2, 99999], "stop at eos_token_id=[2,99999], but its tokenizer has no token 99999"),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_other_ends_in_the_files_of_a_checkpoint_than_in_its_tokenizer_are_a_warning(kind, caplog):
+    ends, complaint = ENDS[kind]
+    tokenizer = train_small_tokenizer()
+    assert tokenizer.eos_token_id == 2
+    warn_of_other_ends(tokenizer, ends, checkpoint="mine")
+    assert len(caplog.messages) == bool(complaint)
+    assert complaint in caplog.text
 
 
 @pytest.fixture
