@@ -4,7 +4,7 @@ import math
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from cpt.core.exceptions import InvalidOptionError
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun
 
 
@@ -33,9 +33,11 @@ class Budget:
         options = {name: value for name, value in vars(self).items() if value is not None}
         has_whole_steps = self.steps is None or float(self.steps).is_integer()
         if len(options) != 2 or min(options.values()) <= 0 or not has_whole_steps:
-            assignments = " ".join(f"trainer.{name}={value}" for name, value in options.items())
-            if len(options) == 1:  # the size of a batch alone
-                assignments = "trainer.steps=null trainer.epochs=null trainer.tokens=null"
+            has_no_length = len(options) == 1  # the size of a batch alone
+            named_options = vars(self) if has_no_length else options
+            assignments = " ".join(
+                f"trainer.{name}={format_value(value)}" for name, value in named_options.items()
+            )
             raise ValueError(
                 f"{assignments} is invalid. Allowed: exactly one of trainer.steps (whole), trainer.epochs, "
                 "trainer.tokens, all above 0; the others null, like trainer.steps=null"

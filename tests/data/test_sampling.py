@@ -353,7 +353,8 @@ def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
         steps = budget.steps_for(TEXTS["a"], length=8)
         assert (steps, type(steps)) == (expected, int)
     with pytest.raises(
-        ValueError, match=r"^trainer.steps=null trainer.epochs=null trainer.tokens=null is invalid"
+        ValueError,
+        match=r"^trainer.steps=null trainer.epochs=null trainer.tokens=null trainer.batch_size=4 is",
     ):
         make_budget()
     sequence = enter_domain(domains=JOINT, budget=make_budget(epochs=1.0))
