@@ -1,4 +1,4 @@
-"""The command of a run: the words of the program, and what Hydra has stored of a start."""
+"""Commands as one types them: the program, what Hydra has stored of a start, how an extra is installed."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,20 @@ import cpt
 def find_program_words(root: Path | None = None) -> list[str]:
     """The program as one types it: in a checkout `python run.py`, of an installed package `cpt`. The package
     lies in the folder `root`."""
+    return ["python", "run.py"] if is_checkout(root) else ["cpt"]
+
+
+def format_install_command(extra: str, root: Path | None = None) -> str:
+    """The command that installs the packages of an extra, for messages. An installed cpt is kept by it."""
+    if is_checkout(root):
+        return f"pip install -e '.[{extra}]' in the checkout of cpt"
+    return f"pip install 'cpt[{extra}]'"
+
+
+def is_checkout(root: Path | None = None) -> bool:
+    """Whether the package lies in a checkout of the repository, which is the folder `root`."""
     folder = root or Path(cpt.__file__).parents[1]
-    is_checkout = (folder / "run.py").is_file() and (folder / "pyproject.toml").is_file()
-    return ["python", "run.py"] if is_checkout else ["cpt"]
+    return (folder / "run.py").is_file() and (folder / "pyproject.toml").is_file()
 
 
 def find_config_folders(run: Path) -> list[str]:

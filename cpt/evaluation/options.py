@@ -15,6 +15,7 @@ from cpt.core.config import digest
 from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, permute
+from cpt.core.run_command import format_install_command
 from cpt.core.schema import (
     Allowed,
     Count,
@@ -50,7 +51,6 @@ MAIN_MEASURES = {
 # Versions of lm_eval with the tasks and results that we read: from the first to below the second.
 MIN_LM_EVAL = (0, 4, 13)
 MAX_LM_EVAL = (0, 5)
-EXTRA = "pip install -e '.[lm-eval]'"
 
 
 When = Annotated[
@@ -244,7 +244,7 @@ class LMEvalOptions(StageOptions):
                 "benchmark",
                 "lm_eval",
                 reason="the lm-evaluation-harness is not installed",
-                allowed=EXTRA,
+                allowed=f"after {format_install_command('lm-eval')}",
             ) from None
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
         if not MIN_LM_EVAL <= numbers < MAX_LM_EVAL:
@@ -252,7 +252,8 @@ class LMEvalOptions(StageOptions):
                 "benchmark",
                 "lm_eval",
                 reason=f"{version} is installed",
-                allowed=f"{join_version(MIN_LM_EVAL)} to below {join_version(MAX_LM_EVAL)} ({EXTRA})",
+                allowed=f"{join_version(MIN_LM_EVAL)} to below {join_version(MAX_LM_EVAL)}, "
+                f"after {format_install_command('lm-eval')}",
             )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cpt.core.errors import readable_errors
 from cpt.core.output import run_program
+from cpt.core.run_command import format_install_command
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace
@@ -232,7 +233,10 @@ def main(arguments: Sequence[str]) -> int:
 
     with readable_errors():
         if find_spec("wandb_workspaces") is None:
-            raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
+            raise ValueError(
+                "the package wandb-workspaces is not installed. "
+                f"Allowed: after {format_install_command('dashboard')}"
+            )
         if not is_logged_in():
             raise ValueError("not logged in to W&B, which keeps workspaces. Allowed: after `wandb login`")
         print(build_workspace(options.entity, options.project).save().url)

@@ -38,6 +38,7 @@ from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent, is_one_of_several
 from cpt.core.resolved import JOB_NUMBER, RUN_FOLDER
+from cpt.core.run_command import format_install_command
 from cpt.core.schema import Count, Natural, NonNegative, check_value
 from cpt.core.secrets import redact_file
 from cpt.core.slurm import without_task
@@ -221,8 +222,7 @@ class SubmititLauncher(JobLauncher):
             import submitit  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"hydra/launcher is invalid: {error}. Allowed: after pip install -e '.[slurm]' in the "
-                "checkout of cpt"
+                f"hydra/launcher is invalid: {error}. Allowed: after {format_install_command('slurm')}"
             ) from error
         if self.cluster == "slurm":
             if shutil.which("sbatch") is None or shutil.which("srun") is None:
@@ -358,8 +358,7 @@ class ClusterLauncher(JobLauncher):
             self.inner = getattr(importlib.import_module(module), name)(**options)
         except ImportError as error:
             raise ValueError(
-                f"hydra/launcher is invalid: {error}. Allowed: after pip install -e '.[{self.extra}]' in the "
-                "checkout of cpt"
+                f"hydra/launcher is invalid: {error}. Allowed: after {format_install_command(self.extra)}"
             ) from error
         except TypeError as error:
             raise ValueError(f"hydra.launcher.options={options} is invalid: {error}") from error

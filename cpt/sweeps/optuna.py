@@ -32,6 +32,7 @@ from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON
+from cpt.core.run_command import format_install_command
 from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
@@ -86,7 +87,7 @@ class OptunaSweeper(Sweeper):
                     "hydra/sweeper",
                     "optuna",
                     reason=str(error),
-                    allowed="after pip install -e '.[optuna]' in the checkout of cpt",
+                    allowed=f"after {format_install_command('optuna')}",
                 ) from error
 
         self.optuna: Any = optuna

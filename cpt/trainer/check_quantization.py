@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 from cpt.adapters.options import MapPairOptions, StoredPairOptions
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.run_command import format_install_command
 from cpt.core.sections import Choice
 from cpt.methods.options import PeftOptions
 from cpt.trainer.read_config import Sections
 
 PACKAGES = ("bitsandbytes", "accelerate")  # with which transformers quantizes
-EXTRA = "pip install -e '.[quantized]'"
 METHODS = "lora, inclora, nlora, olora, moelora, sapt, none, peft with tuner=dora as plain LoRA"
 PLAIN_LORA = "'method.arguments={use_dora: false}'"
 
@@ -21,7 +21,10 @@ def check_quantization(
     missing_packages = [name for name in PACKAGES if find_spec(name) is None]
     if missing_packages and needs_packages:
         raise InvalidOptionError(
-            key, value, reason=f"{missing_packages[0]} is not installed", allowed=f"after {EXTRA}"
+            key,
+            value,
+            reason=f"{missing_packages[0]} is not installed",
+            allowed=f"after {format_install_command('quantized')}",
         )
     context = f"with {key}={value}"
     check_method(plan.method, method_name, context=context)

@@ -11,6 +11,7 @@ from cpt.adapters.options import MapPairOptions, Routing
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.run_command import format_install_command
 from cpt.core.schema import Text, check_value
 from cpt.core.secrets import hide_environment, redact
 from cpt.core.sections import Choice
@@ -524,7 +525,7 @@ def check_optimizer_kind(plan: Plan) -> None:
             "optim",
             kind.name,
             reason=f"{kind.extra} is not installed",
-            allowed=f"adamw, or after pip install -e '.[{kind.extra}]' in the checkout of cpt",
+            allowed=f"adamw, or after {format_install_command(kind.extra)}",
         )
     if is_sharded and not kind.supports_shards:
         raise InvalidOptionError(

@@ -3,7 +3,12 @@
 import pytest
 import yaml
 
-from cpt.core.run_command import find_config_folders, find_given_folder, find_program_words
+from cpt.core.run_command import (
+    find_config_folders,
+    find_given_folder,
+    find_program_words,
+    format_install_command,
+)
 
 
 def test_a_checkout_has_run_py_and_an_installed_package_the_command_cpt(tmp_path):
@@ -13,6 +18,11 @@ def test_a_checkout_has_run_py_and_an_installed_package_the_command_cpt(tmp_path
     assert find_program_words(tmp_path) == ["cpt"]
     (tmp_path / "pyproject.toml").touch()
     assert find_program_words(tmp_path) == ["python", "run.py"]
+
+
+def test_an_extra_is_installed_from_the_checkout_or_beside_the_installed_package(tmp_path):
+    assert format_install_command("ray") == "pip install -e '.[ray]' in the checkout of cpt"
+    assert format_install_command("ray", tmp_path) == "pip install 'cpt[ray]'"
 
 
 def test_a_command_has_the_folders_that_it_was_given(tmp_path):

@@ -99,6 +99,16 @@ def test_a_workspace_without_a_login_is_one_line(monkeypatch, capsys, tmp_path):
     assert caught.value.code == 1 and "not logged in to W&B" in capsys.readouterr().err
 
 
+def test_a_workspace_without_its_package_is_one_line(monkeypatch, capsys):
+    from cpt.loggers import workspace
+
+    monkeypatch.setattr(workspace, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as caught:
+        workspace.main(["team", "cpt"])
+    line = "the package wandb-workspaces is not installed. Allowed: after pip install -e '.[dashboard]'"
+    assert caught.value.code == 1 and line in capsys.readouterr().err
+
+
 def test_a_workspace_has_panels_of_each_headline():
     pytest.importorskip("wandb_workspaces", reason="pip install -e '.[dashboard]'")
     from cpt.loggers.workspace import build_workspace
