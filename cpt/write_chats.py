@@ -1,10 +1,9 @@
-"""Let a chat model answer prompts: `python -m cpt.write_chats MODEL PROMPTS --output FILE`.
+"""Let a chat model answer prompts: `python -m cpt.write_chats MODEL --output FILE`.
 
-Writes chats in which MODEL answers PROMPTS to FILE, for replay.sources: what the model itself answers changes
-it least. PROMPTS is a text file with a question in each line, or a .jsonl file with the key `prompt`. An
-answer is the model's most likely one. One that does not end within --max-new-tokens, repeats itself or is
-empty is left out: it would teach just that. A stopped command continues where it was. Exit code 1 after an
-error."""
+Writes chats in which MODEL answers prompts to FILE, for replay.sources: what the model itself answers changes
+it least. An answer is the model's most likely one. One that does not end within --max-new-tokens, repeats
+itself or is empty is left out: it would teach just that. A stopped command continues where it was. Exit code
+1 after an error."""
 
 import argparse
 import hashlib
@@ -29,11 +28,13 @@ from cpt.data.chats import DEFAULT_TEMPLATE, RENDER_ERRORS, TEMPLATE_DATE, templ
 from cpt.data.sources.chats import TEMPLATE_OPTIONS
 from cpt.data.sources.examples import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import TaskPrompt
+from cpt.evaluation import chat_set
 from cpt.evaluation.chat_answers import MAX_REPEATED, find_repeated_share
 from cpt.evaluation.task_answers import generate_batches
 from cpt.models.loading import find_end_ids, load_tokenizer
 
 UNFINISHED = ".unfinished"  # the file of the answers so far ends so
+SHIPPED_PROMPTS = Path(chat_set.__file__).with_name("default_prompts.txt")  # none of the held-out chats
 REPLAY_SHARE = 0.1  # of a batch, in the option that is printed
 
 
@@ -52,7 +53,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cpt.write_chats", description=paragraphs[1])
     add = parser.add_argument
     add("model", metavar="MODEL", help="a chat model: a folder, or a name on the Hub")
-    add("prompts", type=Path, metavar="PROMPTS", help="a question in each line, or .jsonl with `prompt`")
+    add(
+        "prompts",
+        nargs="?",
+        type=Path,
+        default=SHIPPED_PROMPTS,
+        metavar="PROMPTS",
+        help="a question in each line, or .jsonl with `prompt`; default: 200 questions in English",
+    )
     add("--output", required=True, type=Path, metavar="FILE", help="new .jsonl file for the chats")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="of an answer; default: 128")
     add("--batch-size", type=int, default=16, metavar="N", help="prompts at a time; default: 16")

@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cpt import write_chats
+from cpt.evaluation import chat_set
 from tests.support.chat_decoder import TEMPLATE, write_checkpoint
 
 PROMPTS = ["law court", "food salt", "law food"]
@@ -175,3 +176,15 @@ def test_a_prompt_that_the_template_refuses_is_named(capsys, folder):
     template = "{{ raise_exception('too rude') }}"
     (folder / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
     assert "does not take the prompt 'law court': too rude" in refuse(capsys)
+
+
+def test_prompts_that_are_shipped_are_no_questions_of_held_out_chats(monkeypatch):
+    prompts = write_chats.read_prompts(write_chats.SHIPPED_PROMPTS)
+    held_out = chat_set.SHIPPED.read_text(encoding="utf-8")
+    assert len(prompts) == 200
+    assert [prompt for prompt in prompts if json.dumps(prompt) in held_out] == []
+
+    read_paths = []
+    monkeypatch.setattr(write_chats, "read_prompts", lambda path: read_paths.append(path) or PROMPTS)
+    assert write_chats.main(["model", "--output=own.jsonl"]) == 0
+    assert read_paths == [write_chats.SHIPPED_PROMPTS]

@@ -137,23 +137,6 @@ TERM_BENCHMARK = (
     "benchmark.include='${domains.root}-tasks'",
 )
 
-# The prompts that the model answers: other ones than the held-out chats.
-PROMPT_FORMS = (
-    "What is {topic}?",
-    "Explain {topic} to a child in two sentences.",
-    "Give me three facts about {topic}.",
-    "Why does {topic} matter?",
-    "Write a short paragraph about {topic} for a newsletter.",
-)
-TOPICS = (
-    "photosynthesis", "the water cycle", "gravity", "the Roman Empire", "jazz", "chess", "compound interest",
-    "vaccination", "the printing press", "plate tectonics", "bread baking", "the violin", "recycling",
-    "a solar eclipse", "the human heart", "democracy", "soil erosion", "the Silk Road", "origami", "tides",
-    "a balanced diet", "public libraries", "the steam engine", "honey bees", "time zones", "friendship",
-    "rainbows", "the alphabet", "glaciers", "cycling to work", "a household budget", "volcanoes", "poetry",
-    "teamwork", "antibiotics", "the moon", "gardening", "inflation", "a good night's sleep", "earthquakes",
-)  # fmt: skip
-
 
 def main() -> None:
     parser = study.make_parser(EXPERIMENT, str(__doc__))
@@ -189,7 +172,7 @@ def prepare_data(corpora: Path, root: Path, model: str) -> None:
         write_term_task(root / "foldoc" / "test.jsonl", task_folder)
     chat_file = root.with_name(f"{root.name}-chats.jsonl")
     if not chat_file.exists():
-        answer_prompts(model, root.with_name(f"{root.name}-prompts.txt"), chat_file)
+        answer_prompts(model, chat_file)
 
 
 def split_corpora(corpora: Path, root: Path) -> None:
@@ -255,12 +238,10 @@ def write_term_task(document_file: Path, folder: Path) -> None:
     OmegaConf.save(OmegaConf.create(task), folder / f"{TERM_TASK}.yaml")
 
 
-def answer_prompts(model: str, prompt_file: Path, chat_file: Path) -> None:
-    """Writes the model's own answers to the prompts as chats: about fifteen minutes of CPU time."""
-    prompts = [form.format(topic=topic) for topic, form in product(TOPICS, PROMPT_FORMS)]
-    prompt_file.write_text("\n".join(prompts) + "\n", encoding="utf-8")
+def answer_prompts(model: str, chat_file: Path) -> None:
+    """Writes the model's own answers to the prompts that cpt ships: about five minutes of CPU time."""
     program = [sys.executable, "-m", "cpt.write_chats"]
-    subprocess.run([*program, model, prompt_file, "--output", chat_file], check=True)
+    subprocess.run([*program, model, "--output", chat_file], check=True)
 
 
 HEAD = (
