@@ -24,7 +24,7 @@ from cpt.core.config import CONF, flatten
 from cpt.core.files import DISK_FULL_ERRNOS, free_space, with_free_space
 from cpt.core.messages import abbreviate
 from cpt.core.overrides import FULL_MAPPINGS
-from cpt.core.preemption import GO_ON
+from cpt.core.preemption import GO_ON, Preempted
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import join, unknown_name
 from cpt.core.secrets import redact_text
@@ -329,6 +329,7 @@ def readable_errors(code: int = 1) -> Iterator[None]:
     except BrokenPipeError:  # cpt.core.output
         raise
     except Exception as error:
+        raise_preemption(error)
         # In this order: a loader that the system killed for its memory is out of memory, not lost.
         line = describe_oom(error) or describe_lost_loader(error) or describe_full_disk(error)
         if not line and isinstance(error, INPUT_ERRORS):
@@ -344,6 +345,15 @@ def readable_errors(code: int = 1) -> Iterator[None]:
         if is_one_of_several():
             os._exit(code)
         sys.exit(code)
+
+
+def raise_preemption(error: BaseException | None) -> None:
+    """Raises the Preempted that an error was raised from: a compiled library that a signal stops while it is
+    imported raises `ImportError: initialization failed` from it."""
+    while error is not None:
+        if isinstance(error, Preempted):
+            raise error
+        error = error.__cause__
 
 
 def describe_oom(error: BaseException | None) -> str:

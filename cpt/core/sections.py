@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import CHOICE_KEYS
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.preemption import check_signals
 from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
 
 RESERVED_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", *CHOICE_KEYS)  # of a choice: no options
@@ -30,6 +31,7 @@ def load_target(target: str, *, section: str = "") -> Any:
     try:
         loaded = resolve_name(target)
     except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
+        check_signals()  # a library that a signal stops while it is imported raises an error of its own
         cause = find_import_error(target, error)
         raise InvalidOptionError(
             key, target, reason=describe_import_error(cause), allowed="module.Class"
@@ -109,6 +111,7 @@ def options_class(target: str, *, section: str) -> type[Options] | None:
     try:
         return find_options_class(target, module_name, name, section=section)
     except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
+        check_signals()
         raise InvalidOptionError(
             f"{section}._target_", target, reason=describe_import_error(error), allowed="module.Class"
         ) from error

@@ -134,6 +134,27 @@ sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")  # as f
 with handle_signals():
     os.kill(os.getpid(), signal.SIGTERM)
 """
+LIBRARIES = """
+import os, signal, sys, types
+from cpt.core.errors import readable_errors
+from cpt.core.preemption import handle_signals
+from cpt.core.sections import load_target, options_class
+
+class Finder:
+    \"\"\"Imports the module `compiled` as a compiled one whose initialization a signal stops.\"\"\"
+
+    def find_spec(name, path, target=None):
+        if name == "compiled":
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except BaseException as error:
+                raise ImportError("initialization failed") from error
+            raise ImportError("initialization failed")  # a second time
+
+sys.meta_path.insert(0, Finder)
+with handle_signals(), readable_errors():
+    exec(sys.argv[1])
+"""
 LATE = """
 import os, signal
 from cpt.core.preemption import handle_signals
@@ -181,6 +202,18 @@ def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
 def test_a_signal_while_libraries_are_read_in(mode):
     completed = subprocess.run(
         [sys.executable, "-c", IMPORTS, mode], cwd=ROOT, capture_output=True, text=True
+    )
+    message = "cpt: stopped by SIGTERM; run the same command again to continue\n"
+    assert (completed.returncode, completed.stderr) == (GO_ON, message)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import compiled", "load_target('compiled.Mine')", "options_class('compiled.Mine', section='method')"],
+)
+def test_a_signal_while_a_compiled_library_is_initialized_is_no_error_of_an_option(statement):
+    completed = subprocess.run(
+        [sys.executable, "-c", LIBRARIES, statement], cwd=ROOT, capture_output=True, text=True
     )
     message = "cpt: stopped by SIGTERM; run the same command again to continue\n"
     assert (completed.returncode, completed.stderr) == (GO_ON, message)
