@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -23,6 +25,7 @@ from tests.conftest import ROOT, SMALL
 pytestmark = pytest.mark.slow
 BUILT = ("cpt", "conf", "benchmarks/results/published")
 BUILT += ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
+SINGLE_FILES = ("LICENSE", "benchmarks/README.md", "tests/test_package.py")
 PIP = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
 
 MODULE = """
@@ -104,6 +107,27 @@ def test_the_wheel_has_the_code_the_configs_and_published_scores(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert expected - names == set() and not any(name.startswith("conf/") for name in names)
+
+
+def test_a_source_archive_has_what_its_pages_link_to_and_no_part_of_the_tests(tmp_path):
+    for name in ("cpt", "conf", "benchmarks/results/published", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "tests").mkdir()
+    for path in [*ROOT.glob("*.*"), *map(ROOT.joinpath, SINGLE_FILES)]:
+        if path.is_file():
+            shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    build = "from setuptools.build_meta import build_sdist; build_sdist('made')"
+    call(sys.executable, "-c", build, cwd=tmp_path)
+    with tarfile.open(next(tmp_path.glob("made/*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+
+    linked = set()
+    for page in [tmp_path / "README.md", *(tmp_path / "docs").rglob("*.md")]:
+        links = re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text(encoding="utf-8"))
+        linked.update((page.parent / link).resolve().relative_to(tmp_path.resolve()) for link in links)
+    assert len(linked) > 50 and {str(path) for path in linked} - names == set()
+    assert {"cpt", "conf", "run.py", "pyproject.toml"} <= names
+    assert [name for name in names if name.startswith("tests")] == []
 
 
 def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout(
