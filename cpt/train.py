@@ -73,16 +73,7 @@ def check_start(plan: Plan, run: RunDir) -> None:
     plan.source.check_domains(plan.order)
     if plan.logger.wandb:
         check_environment()
-    if not is_utf8(run.path):
-        raise ValueError(f"the run folder {run.path} is invalid: not UTF-8. Allowed: another hydra.run.dir")
-    named_paths = {
-        "cache_dir": plan.run.cache_dir,
-        "model.name_or_path": plan.model.name_or_path,
-        "model.tokenizer": plan.model.tokenizer,
-    }
-    for key, path in named_paths.items():
-        if path is not None and not is_utf8(Path(path)):  # safetensors and tokenizers take no other names
-            raise InvalidOptionError(key, path, reason="it is not UTF-8", allowed="a path in UTF-8")
+    check_encoding(plan, run)
     try:
         Path(plan.run.cache_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,6 +97,24 @@ def check_base_folder(plan: Plan) -> None:
         meant=find_similar_path(Path(checkpoint)),
         allowed="an existing folder, or a name on the Hub",
     )
+
+
+def check_encoding(plan: Plan, run: RunDir) -> None:
+    """Raises ValueError where the path of the run, its cache or a model is not UTF-8: safetensors and
+    tokenizers take no other names."""
+    if not is_utf8(run.path):
+        raise ValueError(f"the run folder {run.path} is invalid: not UTF-8. Allowed: another hydra.run.dir")
+    # With init_from, model.name_or_path is the model of that run.
+    path_by_key = {
+        "cache_dir": plan.run.cache_dir,
+        "init_from": plan.settings["init_from"],
+        "model.name_or_path": plan.model.name_or_path,
+        "model.tokenizer": plan.model.tokenizer,
+        "loss.reference": plan.reference_folder,
+    }
+    for key, path in path_by_key.items():
+        if path is not None and not is_utf8(Path(path)):
+            raise InvalidOptionError(key, path, reason="it is not UTF-8", allowed="a path in UTF-8")
 
 
 def is_utf8(path: Path) -> bool:

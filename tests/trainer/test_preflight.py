@@ -242,13 +242,23 @@ def test_attention_weights_and_config_are_checked_before_any_text_is_read(checkp
     assert "'module.', of a wrapper of the model, is in the names of tensors" in unread(small(key))
 
 
-@pytest.mark.parametrize("key", ["cache_dir", "model.name_or_path"])
+@pytest.mark.parametrize("key", ["cache_dir", "model.name_or_path", "loss.reference"])
 def test_a_path_that_is_not_utf8_is_refused_at_once(key, small, tmp_path):
     """safetensors calls the files below it damaged, tokenizers and caches end in an error of a codec."""
     folder = tmp_path / "caf\udce9"
     folder.mkdir()
-    plan = make_plan(small(f'{key}="{folder}"'))
-    with pytest.raises(ValueError, match=f"{key}=.* is invalid: it is not UTF-8. Allowed: a path in UTF-8"):
+    plan = make_plan(small("loss=rho1", f'{key}="{folder}"'))
+    refusal = f"{key}=.* is invalid: it is not UTF-8. Allowed: a path in UTF-8"
+    with pytest.raises(ValueError, match=refusal):
+        check_start(plan, RunDir(tmp_path / "run"))
+
+
+def test_a_run_whose_path_is_not_utf8_is_refused_by_the_option_that_names_it(small, tmp_path):
+    folder = tmp_path / "caf\udce9"
+    (folder / "model").mkdir(parents=True)
+    plan = make_plan(small(f'model.name_or_path="{folder}/model"'))
+    plan = replace(plan, settings={**plan.settings, "init_from": str(folder)})
+    with pytest.raises(ValueError, match="^init_from=.* is invalid: it is not UTF-8"):
         check_start(plan, RunDir(tmp_path / "run"))
 
 
