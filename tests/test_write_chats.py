@@ -87,44 +87,64 @@ def test_an_answer_that_does_not_end_or_repeats_itself_is_left_out(capsys, monke
     assert "none of its answers can be learned from: 3 repetitive" in refuse(capsys, output="other.jsonl")
 
 
-def test_a_stopped_command_continues_after_the_last_whole_batch(monkeypatch):
-    expected = run(output="whole.jsonl")
+@pytest.fixture
+def asked_prompts(monkeypatch):
+    """The prompts that the model is asked from now on."""
+    prompts = []
+    answer = write_chats.answer_questions_together
 
-    answer_questions_together = write_chats.answer_questions_together
-    asked_prompts = []
+    def note_and_answer(model, tokenizer, questions, **options):
+        prompts.extend(question.example.source for question in questions)
+        return answer(model, tokenizer, questions, **options)
 
-    def stop_at_the_second(model, tokenizer, questions, **options):
-        asked_prompts.extend(question.example.source for question in questions)
-        if len(asked_prompts) > 2:
+    monkeypatch.setattr(write_chats, "answer_questions_together", note_and_answer)
+    return prompts
+
+
+def stop_after_the_first_batch():
+    """Leaves what a command has written that is stopped in its second batch."""
+    answer = write_chats.answer_questions_together
+    num_batches = 0
+
+    def answer_once(*arguments, **options):
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches > 1:
             raise KeyboardInterrupt
-        return answer_questions_together(model, tokenizer, questions, **options)
+        return answer(*arguments, **options)
 
-    monkeypatch.setattr(write_chats, "answer_questions_together", stop_at_the_second)
-    with pytest.raises(SystemExit, match="run the same command again to continue"):
-        run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_chats, "answer_questions_together", answer_once)
+        with pytest.raises(SystemExit, match="run the same command again to continue"):
+            run()
+
+
+def test_a_stopped_command_continues_after_the_last_whole_batch(asked_prompts):
+    expected = run(output="whole.jsonl")
+    stop_after_the_first_batch()
     with open("chats.jsonl.unfinished", "a", encoding="utf-8") as file:
         file.write('{"prompt": "law fo')  # a line that was not written whole
-
-    def answer_and_note(model, tokenizer, questions, **options):
-        asked_prompts.extend(question.example.source for question in questions)
-        return answer_questions_together(model, tokenizer, questions, **options)
-
     asked_prompts.clear()
-    monkeypatch.setattr(write_chats, "answer_questions_together", answer_and_note)
     assert run() == expected
     assert asked_prompts == PROMPTS[2:]
 
 
-def test_answers_of_another_command_are_not_continued(monkeypatch):
-    def stop(*arguments, **options):
-        raise KeyboardInterrupt
+def test_a_batch_that_was_stored_in_part_is_answered_again(asked_prompts, folder):
+    expected = run(output="whole.jsonl")
+    stop_after_the_first_batch()
+    unfinished = folder / "chats.jsonl.unfinished"
+    head, first_answer, *_ = unfinished.read_text(encoding="utf-8").splitlines()
+    unfinished.write_text(f"{head}\n{first_answer}\n", encoding="utf-8")
+    asked_prompts.clear()
+    assert run() == expected
+    assert asked_prompts == PROMPTS
 
-    answer_questions_together = write_chats.answer_questions_together
-    monkeypatch.setattr(write_chats, "answer_questions_together", stop)
-    with pytest.raises(SystemExit):
-        run(batch_size=1)
-    monkeypatch.setattr(write_chats, "answer_questions_together", answer_questions_together)
-    assert len(run()) == 3
+
+def test_answers_of_another_command_are_not_continued(asked_prompts):
+    stop_after_the_first_batch()
+    asked_prompts.clear()
+    assert len(run(max_new_tokens=11)) == 3
+    assert asked_prompts == PROMPTS
 
 
 def test_prompts_of_several_lines_are_rows_of_json(capsys, folder):
