@@ -13,14 +13,14 @@ MISSING = "–"
 PATH_BEGINNINGS = ("/", "./", "../", "~/")  # of a value that is a path
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")  # line ends, terminal codes, bidi
 
-Format = Callable[[float], str]
+Format = Callable[[float], str]  # a negative value that rounds to zero has no sign: `z` in the format
 
 
 def format_perplexity(value: float) -> str:
     """A perplexity, or a difference of two, in as many digits as one reads."""
     size = abs(value)
     if size < 100:
-        return f"{value:.2f}"
+        return f"{value:z.2f}"
     if size < 1000:
         return f"{value:.1f}"
     if size < 1e6:
@@ -29,15 +29,15 @@ def format_perplexity(value: float) -> str:
 
 
 def format_decimals(value: float) -> str:
-    return f"{value:.4f}"
+    return f"{value:z.4f}"
 
 
 def format_percent(share: float) -> str:
-    return f"{100 * share:.2f}"
+    return f"{100 * share:z.2f}"
 
 
 def format_thousandths(value: float) -> str:
-    return f"{value:.3f}".replace("-", "−")
+    return f"{value:z.3f}".replace("-", "−")
 
 
 def format_signed(value: float) -> str:

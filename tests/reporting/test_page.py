@@ -9,7 +9,13 @@ from html import unescape
 
 import pytest
 
-from cpt.reporting.formats import strip_controls
+from cpt.reporting.formats import (
+    format_decimals,
+    format_percent,
+    format_perplexity,
+    format_thousandths,
+    strip_controls,
+)
 from cpt.reporting.page import Block, align_columns, group_topics, markdown, render_inline, write_page
 
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
@@ -25,6 +31,17 @@ ALL = [*NAMES, *("".join(DRAW.choices(SIGNS, k=DRAW.randint(1, 12))) for _ in ra
 
 def page(tmp_path, *blocks, title="Title"):
     return write_page(blocks, title=title, stem=tmp_path / "report").read_text(encoding="utf-8")
+
+
+def test_a_negative_number_that_rounds_to_zero_has_no_minus():
+    value = -0.00001
+    assert (format_decimals(value), format_thousandths(value), format_perplexity(value)) == (
+        "0.0000",
+        "0.000",
+        "0.00",
+    )
+    assert format_percent(value / 100) == "0.00"
+    assert (format_decimals(-0.1), format_thousandths(-0.001)) == ("-0.1000", "−0.001")
 
 
 def test_the_page_runs_its_own_script_alone_and_its_tables_can_be_filtered(tmp_path):
