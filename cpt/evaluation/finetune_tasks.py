@@ -15,6 +15,7 @@ from annotated_types import Ge
 from cpt.core import randomness
 from cpt.core.config import digest
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.core.schema import (
     Allowed,
     BelowOne,
@@ -466,19 +467,31 @@ class HubTasks(TaskSource):
         has_class_numbers = isinstance(label_feature, datasets.ClassLabel)
         examples = []
         for number, row in enumerate(rows):
+            where = f"{path} ({hub_split}), row {number}"
             named_row = dict(row)
             if has_class_numbers:
-                named_row[label_column] = name_class(row[label_column], label_feature.names)
-            where = f"{path} ({hub_split}), row {number}"
+                named_row[label_column] = name_class(where, row[label_column], label_feature.names)
             example = parse_example(where, named_row, columns=columns, default_id=f"{split}-{number}")
             examples.append(example)
         return examples
 
 
-def name_class(number: int | None, names: Sequence[str]) -> str | None:
-    """The name of a class; None for -1, with which a data set says that it gives no label."""
-    if number is None or number < 0:
-        return None
+def name_class(where: str, number: int | None, names: Sequence[str]) -> str:
+    """The name of a class of a data set on the Hub. `where` names the row in messages.
+
+    Raises ValueError for a row without a class, which null or -1 says, and for a number without a name."""
+    if number is None or number == -1:
+        value = "null" if number is None else number
+        raise ValueError(
+            f"{where} has no label (class {value}), as rows of test splits on the Hub often have none. "
+            "Allowed: splits with labels (endtask.tasks.NAME.splits)"
+        )
+    if not 0 <= number < len(names):
+        num_names = count_noun(len(names), "class", "classes")
+        raise ValueError(
+            f"{where}: its label is class {number}, and the data set names {num_names}. "
+            f"Allowed: 0 to {len(names) - 1}"
+        )
     return names[number]
 
 

@@ -171,39 +171,55 @@ class Scores(MatrixLayout):
         """Raises ValueError where rows and columns are not those of the matrix, or a name is unknown."""
         num_rows = len(self.rows)
         num_columns = len(self.domains)
-        repeats_name = len(set(self.rows)) < num_rows or len(set(self.domains)) < num_columns
-        has_other_first_row = num_rows > 0 and self.rows[0] != "base"
-        if repeats_name or has_other_first_row:
-            raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
+        for kind, names in (("rows", self.rows), ("domains", self.domains)):
+            if len(set(names)) < len(names):
+                raise ValueError(f"a name of {kind} occurs twice: {', '.join(names)}")
+        if num_rows > 0 and self.rows[0] != "base":
+            raise ValueError(f"the first row is {self.rows[0]}. Allowed: base")
 
-        row_lengths = {len(losses) for losses in self.nll}
-        lengths = {len(self.tokens), len(self.bytes), len(self.scored), *row_lengths}
-        if lengths != {num_columns}:
-            raise ValueError(f"tokens, bytes, scored or a row of nll are not of the columns {self.domains}")
+        column_count = count_noun(num_columns, "domain")
+        for key in ("tokens", "bytes", "scored"):
+            length = len(getattr(self, key))
+            if length != num_columns:
+                values = count_noun(length, "value")
+                raise ValueError(f"{key} has {values} for {column_count}")
+        for number, losses in enumerate(self.nll):
+            if len(losses) != num_columns:
+                values = count_noun(len(losses), "loss", "losses")
+                raise ValueError(f"nll[{number}] has {values} for {column_count}")
 
         # A file of a version without one of the columns has none of its rows.
-        column_lengths = {len(getattr(self, name)) for name in ("modules", *COST_COLUMNS)}
-        if len(self.nll) != num_rows or not column_lengths <= {0, num_rows}:
-            raise ValueError(
-                "nll, modules or costs (trained, stored, seen, flops, memory, skipped) are not of the rows "
-                f"{self.rows}"
-            )
+        row_count = count_noun(num_rows, "row")
+        if len(self.nll) != num_rows:
+            raise ValueError(f"nll has {len(self.nll)} for {row_count}")
+        for column in fields(self):
+            if column.name not in ("modules", *COST_COLUMNS):
+                continue
+            length = len(getattr(self, column.name))
+            if length not in (0, num_rows):
+                values = count_noun(length, "value")
+                raise ValueError(f"{key_of(column)} has {values} for {row_count}")
 
         unknown_activities = set(self.activity_seconds) - set(ACTIVITIES)
         unknown_metrics = set(self.metrics) - set(METRICS)
-        unknown = sorted(unknown_activities | unknown_metrics)
-        if unknown:
-            raise ValueError(f"phases or metrics are unknown: {', '.join(unknown)}")
+        for kind, unknown in (("phases", unknown_activities), ("metrics", unknown_metrics)):
+            if unknown:
+                raise ValueError(
+                    f"{kind} has names that this cpt does not know: {', '.join(sorted(unknown))}"
+                )
 
     def check_endtasks(self) -> None:
         """Raises ValueError where the results of end tasks are not of their tasks, or of more rows."""
         tasks = self.endtasks["tasks"]
         for key in ("metric", "classes", "examples"):
             if self.endtasks[key].keys() != set(tasks):
-                raise ValueError(f"endtasks are not of the tasks {tasks}")
+                names = ", ".join(self.endtasks[key]) or "no task"
+                raise ValueError(f"endtasks.{key} is of {names}, and endtasks.tasks has {', '.join(tasks)}")
         for metric in (*ENDTASK_METRICS, *self.endtasks["metric"].values()):
-            if len(score_array(self.endtasks, metric)) > len(self.rows):
-                raise ValueError(f"endtasks have more than {count_noun(len(self.rows), 'row')}")
+            length = len(score_array(self.endtasks, metric))
+            if length > len(self.rows):
+                values = count_noun(length, "row")
+                raise ValueError(f"endtasks.{metric} has {values}, and rows has {len(self.rows)}")
 
     @property
     def matrix(self) -> Array:
@@ -354,14 +370,16 @@ class Scores(MatrixLayout):
         if not isinstance(data, dict):
             raise ValueError("it is no JSON object")
         if has_later_version(data):
-            raise ValueError(f"version {data['version']}, this cpt reads version {VERSION}")
+            raise ValueError(f"it is of version {data['version']}, and this cpt reads version {VERSION}")
 
         columns = {key_of(column): column for column in fields(cls)}
         required_keys = {key for key, column in columns.items() if is_required(column)}
         missing = {"version", *required_keys} - set(data)
         unknown = set(data) - set(columns) - set(FORMER_KEYS)
-        if missing or unknown:
-            raise ValueError(f"missing or unknown: {', '.join(sorted(missing | unknown))}")
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        if unknown:
+            raise ValueError(f"it has keys that this cpt does not know: {', '.join(sorted(unknown))}")
 
         values = {columns[key].name: value for key, value in data.items() if key in columns}
         return cls(**values)

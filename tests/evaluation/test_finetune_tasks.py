@@ -6,7 +6,7 @@ import datasets
 import pandas as pd
 import pytest
 
-from cpt.evaluation.finetune_tasks import plan_endtasks
+from cpt.evaluation.finetune_tasks import name_class, plan_endtasks
 from tests.conftest import SHARED
 from tests.support.endtask_fixtures import options, rows, write, write_task
 
@@ -171,5 +171,15 @@ def test_a_data_set_of_the_hub(tmp_path):
     assert [(e.text, e.text_pair, e.label) for e in task.test] == [("a b", None, "yes"), ("a b", "c", "no")]
     with pytest.raises(ValueError, match=r"^endtask\.tasks\.law, path=.*: Unknown split"):
         read("nowhere")
-    with pytest.raises(ValueError, match=r"\(validation\), row 1: the label is None"):
+    with pytest.raises(ValueError, match=r"\(validation\), row 1 has no label \(class -1\), as rows of test"):
         read("validation")
+
+
+def test_a_class_number_without_a_name_is_refused_with_its_row():
+    assert name_class("web (test), row 0", 1, ["no", "yes"]) == "yes"
+    for number in (2, -2):
+        message = rf"row 7: its label is class {number}, and the data set names 2 classes\. Allowed: 0 to 1$"
+        with pytest.raises(ValueError, match=message):
+            name_class("web (test), row 7", number, ["no", "yes"])
+    with pytest.raises(ValueError, match=r"row 7 has no label \(class null\)"):
+        name_class("web (test), row 7", None, ["no", "yes"])

@@ -299,10 +299,14 @@ def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
 
 DAMAGE = {
     "Expecting|Unterminated": lambda data: json.dumps(data)[:-20],
-    "version 2, this cpt reads version 1": {"version": 2},
-    "unknown: more": {"more": 1},
-    "are not of the rows": {"nll": [[1.0] * 4]},
-    "occur twice": {"domains": ["a", "b", "a", "general"]},
+    "it is of version 2, and this cpt reads version 1": {"version": 2},
+    "it has keys that this cpt does not know: more": {"more": 1},
+    "nll has 1 for 4 rows": {"nll": [[1.0] * 4]},
+    "a name of domains occurs twice: a, b, a, general": {"domains": ["a", "b", "a", "general"]},
+    r"tokens has 1 value for 4 domains": {"tokens": [1]},
+    r"nll\[2\] has 3 losses for 4 domains": {"nll": [*NLL[:2].tolist(), [1.0] * 3, *NLL[3:].tolist()]},
+    "seen has 3 values for 4 rows": {"seen": [1, 2, 3]},
+    "phases has names that this cpt does not know: nap": {"phases": {"nap": {}}},
     r"nll\[0\]\[1\]": {"nll": [[None, "x", 1.0, 1.0], *NLL[1:].tolist()]},
     "endtasks.when is missing": {"endtasks": {"tasks": []}},
     "recursion": lambda data: "[" * 100_000,
