@@ -39,6 +39,8 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+# By which a launcher, torchrun or srun, says how many processes a run has.
+LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS")
 TRAINER_ARGUMENTS = inspect.signature(Trainer).parameters
 
 
@@ -77,6 +79,7 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
         callbacks=list(callbacks.values()),
     )
     warn_of_cpu_processes(plan.trainer, trainer)
+    log_awaited_processes(trainer.world_size)
     check_task_count(trainer.num_devices, plan.trainer.num_nodes)
     check_process_start(trainer.world_size, format_value(devices))
     check_processes(plan, trainer.world_size)
@@ -165,6 +168,19 @@ def warn_of_cpu_processes(options: TrainerOptions, trainer: Trainer) -> None:
             format_value(options.devices),
             count_noun(count_cores(), "core"),
         )
+
+
+def log_awaited_processes(world_size: int) -> None:
+    """Logs that the first of several processes, which others have started, waits for the rest: a shell may
+    have their variables of an earlier start, and then nothing comes."""
+    if world_size == 1 or not is_one_of_several() or not is_first_process():
+        return
+    variables = [f"{name}={os.environ[name]}" for name in LAUNCHER_VARIABLES if name in os.environ]
+    log.info(
+        "Waiting for %s of this run (%s); if no launcher has started them, unset these variables",
+        count_noun(world_size - 1, "further process", "further processes"),
+        " ".join(variables),
+    )
 
 
 def check_process_start(num_processes: int, devices: str) -> None:

@@ -25,7 +25,7 @@ from cpt.trainer import hydra_callback
 from cpt.trainer.check_model import warn_of_other_ends
 from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
-from cpt.trainer.preflight import prepare_run, warn_of_cpu_processes
+from cpt.trainer.preflight import log_awaited_processes, prepare_run, warn_of_cpu_processes
 from cpt.trainer.read_config import read_sections
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
@@ -488,6 +488,24 @@ def test_processes_on_the_cpu_that_nobody_asked_for_are_a_warning(accelerator, i
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), num_devices=4)
     warn_of_cpu_processes(SimpleNamespace(accelerator=accelerator, devices=4), trainer)
     assert ("No GPU found: starting 4 processes on the CPU (trainer.devices=4, " in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("variables", "world_size", "is_told"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 4, True),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 4, False),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 1, False),
+        ({}, 4, False),  # those that Lightning will start
+    ],
+)
+def test_the_first_process_says_whom_it_waits_for(variables, world_size, is_told, caplog, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    caplog.set_level("INFO")
+    log_awaited_processes(world_size)
+    line = "Waiting for 3 further processes of this run (LOCAL_RANK=0 RANK=0 WORLD_SIZE=4); "
+    assert len(caplog.messages) == (line in caplog.text) == is_told
 
 
 def test_a_checkpoint_below_a_path_that_does_not_exist_is_refused_before_torch_is_loaded(small, tmp_path):
