@@ -94,6 +94,20 @@ def test_a_flag_between_options_is_named():
     assert check_flags(["-m", "name=a", "seed=1"]) == check_flags(["name=a", "seed=1", "-m"])
 
 
+@pytest.mark.parametrize("program", ["cpt", "cpt.status"])
+def test_a_working_folder_that_is_gone_is_told(program, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    line = f"rmdir {folder}; {sys.executable} -m {program} x"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(["sh", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
+    expected = (
+        "cpt: the working folder is gone (No such file or directory); run the command in one that exists"
+    )
+    assert (process.returncode, process.stderr.splitlines()[-1]) == (1, expected)
+    assert "Traceback" not in process.stderr
+
+
 def test_closed_streams_end_no_program(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("name: x\n")

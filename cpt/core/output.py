@@ -1,4 +1,5 @@
-"""Standard streams that may be closed, and whose reader may leave, as in `python -m cpt.status | head`."""
+"""What a program is started with: standard streams that may be closed, and whose reader may leave, as in
+`python -m cpt.status | head`, and a working folder that may be gone."""
 
 import io
 import logging
@@ -30,6 +31,15 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def check_working_folder() -> None:
+    """Ends the program with exit code 1 and one line where its working folder has been removed: libraries
+    fail there in words of their own."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        sys.exit(f"cpt: the working folder is gone ({error.strerror}); run the command in one that exists")
+
+
 @contextmanager
 def closing_output() -> Iterator[None]:
     """Ends the program without a traceback, by the exit code UNREAD, if no program reads its output any
@@ -45,6 +55,7 @@ def closing_output() -> Iterator[None]:
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Runs a program with the arguments of the command line and ends with its exit code."""
     open_streams()
+    check_working_folder()
     with closing_output():
         code = main(sys.argv[1:])
     sys.exit(code)
