@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto import modeling_auto
+from transformers.utils import CONFIG_NAME
 
 from cpt.core.distributed import gather_objects, is_sharded, to_local
 from cpt.core.errors import find_reason
@@ -232,6 +233,7 @@ def load_config(checkpoint: str) -> PretrainedConfig:
             reason="it has an adapter of peft (adapter_config.json)",
             allowed="a folder of the model with it merged (peft's merge_and_unload)",
         )
+    check_model_folder(folder)
     try:
         check_model_access(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
@@ -262,6 +264,26 @@ def load_config(checkpoint: str) -> PretrainedConfig:
     if hasattr(config, AUTO_MAP):
         delattr(config, AUTO_MAP)
     return config
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises ValueError for a file, and for a folder without config.json, with the folders inside that have
+    one: the output of a trainer has checkpoints, a folder of the Hub's cache has snapshots. What does not
+    exist may be a name on the Hub."""
+    if folder.is_file():
+        raise InvalidOptionError(
+            "model.name_or_path", folder, reason="it is a file", allowed=f"a folder, like {folder.parent}"
+        )
+    if not folder.is_dir() or (folder / CONFIG_NAME).exists():
+        return
+    configs = sorted([*folder.glob(f"*/{CONFIG_NAME}"), *folder.glob(f"snapshots/*/{CONFIG_NAME}")])
+    model_folders = abbreviate([str(path.parent) for path in configs])
+    raise InvalidOptionError(
+        "model.name_or_path",
+        folder,
+        reason=f"it has no {CONFIG_NAME}",
+        allowed=f"a folder that has one, like {model_folders}" if configs else "a folder that has one",
+    )
 
 
 def find_ignored_settings(checkpoint: str) -> dict[str, Any]:

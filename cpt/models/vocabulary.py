@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import count_noun
+from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.text_encoder import rename_tokens, special_tokens_of, unknown_id
 from cpt.models.extended_tokenizer import describe_other_roles, find_sub_tokens
@@ -58,10 +58,13 @@ def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: 
     if num_entries > rows:
         entry_count = count_noun(num_entries, "entry", "entries")
         row_count = count_noun(rows, "row")
+        vocabulary = tokenizer.get_vocab()
+        last_tokens = sorted(vocabulary, key=lambda token: -vocabulary[token])
         raise InvalidOptionError(
             "model.resize",
             False,
-            reason=f"the tokenizer of {checkpoint} has {entry_count}, the embedding {row_count}",
+            reason=f"the tokenizer of {checkpoint} has {entry_count} (the last {abbreviate(last_tokens)}), "
+            f"the embedding {row_count}",
             allowed="model.resize=true, which adds rows, or the tokenizer that the model was trained with",
         )
 

@@ -435,6 +435,21 @@ def test_of_a_class_of_transformers_the_code_of_its_authors_is_not_named_in_an_e
     AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
 
 
+@pytest.mark.parametrize("inner", ["checkpoint-5", "snapshots/abc", ""])
+def test_a_folder_around_models_names_them(inner, tmp_path):
+    if inner:
+        (tmp_path / inner).mkdir(parents=True)
+        (tmp_path / inner / "config.json").write_text("{}")
+    expected = f"{tmp_path} is invalid: it has no config.json. Allowed: a folder that has one"
+    assert refusal(tmp_path).endswith(f"{expected}, like {tmp_path / inner}" if inner else expected)
+
+
+def test_a_file_of_a_model_names_its_folder(tmp_path):
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    for path in (tmp_path / "model.safetensors", tmp_path / "config.json"):
+        assert refusal(path).endswith(f"is invalid: it is a file. Allowed: a folder, like {tmp_path}")
+
+
 def test_outputs_that_a_config_asks_for_are_replaced(tmp_path):
     checkpoint_of("qwen2", tmp_path, "model.safetensors")
     edit_config(tmp_path, return_dict=False, output_hidden_states=True)

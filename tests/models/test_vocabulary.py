@@ -15,7 +15,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from cpt.models.vocabulary import find_new_tokens, fit_rows, warn_of_stale_rows
+from cpt.models.vocabulary import check_entries, find_new_tokens, fit_rows, warn_of_stale_rows
 from tests.support.data_fixtures import bare_tokenizer
 
 WORDS = [" sonata", " fugue", " rondo", " toccata", " partita"]
@@ -136,3 +136,10 @@ def test_words_of_a_slow_tokenizer_are_the_mean_of_their_bytes():
     fit_rows(model, tokenizer, checkpoint="x")
     pieces = [byte + 3 for byte in b"benzol"]
     torch.testing.assert_close(model.shared.weight[259], before[pieces].mean(0))
+
+
+def test_the_last_entries_of_a_tokenizer_that_has_too_many_are_named():
+    check_entries(335, tokenizer_with("quark", "antiquark"), checkpoint="mine")
+    entries = r"has 335 entries \(the last antiquark, quark, <\|turn\|>, …\), the embedding 333 rows"
+    with pytest.raises(ValueError, match=entries):
+        check_entries(333, tokenizer_with("quark", "antiquark"), checkpoint="mine")
