@@ -31,7 +31,7 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def check_working_folder() -> None:
+def require_working_folder() -> None:
     """Ends the program with exit code 1 and one line where its working folder has been removed: libraries
     fail there in words of their own."""
     try:
@@ -55,7 +55,7 @@ def closing_output() -> Iterator[None]:
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Runs a program with the arguments of the command line and ends with its exit code."""
     open_streams()
-    check_working_folder()
+    require_working_folder()
     with closing_output():
         code = main(sys.argv[1:])
     sys.exit(code)

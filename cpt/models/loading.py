@@ -233,7 +233,7 @@ def load_config(checkpoint: str) -> PretrainedConfig:
             reason="it has an adapter of peft (adapter_config.json)",
             allowed="a folder of the model with it merged (peft's merge_and_unload)",
         )
-    check_model_folder(folder)
+    check_has_config(folder)
     try:
         check_model_access(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
@@ -266,7 +266,7 @@ def load_config(checkpoint: str) -> PretrainedConfig:
     return config
 
 
-def check_model_folder(folder: Path) -> None:
+def check_has_config(folder: Path) -> None:
     """Raises ValueError for a file, and for a folder without config.json, with the folders inside that have
     one: the output of a trainer has checkpoints, a folder of the Hub's cache has snapshots. What does not
     exist may be a name on the Hub."""
