@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare_folders(options: argparse.Namespace) -> int:
-    check_wandb_options(options)
+    check_output_options(options)
     published = read_published(options.published) if options.published else []
     runs = load_runs.find_runs(options.folders)
     finished = load_runs.filter_runs([run for run in runs.runs if run.scores.run["finished"]], options.where)
@@ -162,15 +162,17 @@ def asks_for_comparison(options: argparse.Namespace) -> bool:
     return any([options.out, options.name, options.curve, options.published, options.wandb])
 
 
-def check_wandb_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for an option of W&B without --wandb, and for --wandb where no page is written."""
+def check_output_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for an option of W&B without --wandb, and for one of a comparison where none is
+    written."""
     for name in ("project", "entity", "mode"):
         if getattr(options, name) and not options.wandb:
             raise ValueError(f"--{name} is without effect. Allowed: with --wandb")
-    if options.wandb and options.figures:
-        raise ValueError(
-            "--wandb is invalid with --figures, which writes no comparison. Allowed: one of them"
-        )
+    for name in ("wandb", "tex", "out", "name", "curve", "published"):
+        if options.figures and getattr(options, name):
+            raise ValueError(
+                f"--{name} is invalid with --figures, which writes no comparison. Allowed: one of them"
+            )
 
 
 def send_to_wandb(

@@ -76,13 +76,19 @@ class PublishedRow(NamedTuple):
 def read_published(name: str) -> list[PublishedRow]:
     """The rows of a file, or of one that is shipped. Raises ValueError for another name or form."""
     shipped = {path.stem: path for path in sorted(PUBLISHED.glob("*.json"))}
+    path = shipped.get(name, Path(name))
+    if not path.is_file():
+        raise ValueError(
+            f"--published {name} is invalid: there is no such file. Allowed: {', '.join(shipped)}, or a file "
+            f"like those in {PUBLISHED}"
+        )
     try:
-        content = json.loads(shipped.get(name, Path(name)).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         return [PublishedRow(**row) for row in content["rows"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"--published {name} is invalid: {error!r}. Allowed: {', '.join(shipped)}, or a file like those "
-            "in benchmarks/results/published"
+            f"in {PUBLISHED}"
         ) from error
 
 

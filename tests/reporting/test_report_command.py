@@ -188,3 +188,11 @@ def test_another_name_or_form_is_refused_in_one_line(tmp_path, capsys):
         assert main([str(tmp_path), "--published", published]) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"cpt: --published {published} is invalid") and "Allowed: das6, long_" in line
+        assert ("there is no such file" in line) == (published == "das7") and str(PUBLISHED) in line
+
+
+@pytest.mark.parametrize("option", ["--tex", "--out", "--name", "--curve", "--published"])
+def test_an_option_of_the_comparison_is_refused_with_figures(option, tmp_path, capsys):
+    assert main([str(tmp_path), "--figures", str(tmp_path / "figures"), option, "x"]) == 1
+    message = f"cpt: {option} is invalid with --figures, which writes no comparison. Allowed: one of them\n"
+    assert capsys.readouterr().err == message
