@@ -8,21 +8,25 @@ itself or is empty is left out: it would teach just that. A stopped command cont
 import argparse
 import hashlib
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from filelock import FileLock, Timeout
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.errors import find_reason, readable_errors
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.files import write_atomically, writing
+from cpt.core.files import LOCK, write_atomically, writing
 from cpt.core.heartbeat import progress_bar
 from cpt.core.messages import count_noun
+from cpt.core.naming import quote
 from cpt.core.output import run_program
 from cpt.data.chats import DEFAULT_TEMPLATE, RENDER_ERRORS, TEMPLATE_DATE, templates_of, with_date
 from cpt.data.sources.chats import TEMPLATE_OPTIONS
@@ -30,8 +34,16 @@ from cpt.data.sources.examples import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.evaluation import chat_set
 from cpt.evaluation.chat_answers import MAX_REPEATED, find_repeated_share
+from cpt.evaluation.finetune import find_max_length
 from cpt.evaluation.task_answers import generate_batches
-from cpt.models.loading import find_end_ids, load_tokenizer
+from cpt.models.loading import (
+    find_adapter,
+    find_end_ids,
+    find_objectives,
+    load_config,
+    load_tokenizer,
+    merge_adapter,
+)
 
 UNFINISHED = ".unfinished"  # the file of the answers so far ends so
 SHIPPED_PROMPTS = Path(chat_set.__file__).with_name("default_prompts.txt")  # none of the held-out chats
@@ -66,8 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=16, metavar="N", help="prompts at a time; default: 16")
     add(
         "--template-options",
-        type=json.loads,
-        default={},
+        default="{}",
         metavar="JSON",
         help="variables of the chat template, as '{\"enable_thinking\": false}'; stored with each chat",
     )
@@ -86,11 +97,13 @@ def write_chats(options: argparse.Namespace) -> None:
     learn from."""
     check_write_options(options)
     prompts = read_prompts(options.prompts)
+    config = read_chat_config(options.model)
     tokenizer = load_chat_tokenizer(options.model)
+    check_template_options(tokenizer, options)
     questions = encode_prompts(tokenizer, prompts, options)
+    check_rows_of_tokens(config, questions, options)
 
-    with writing(options.output):
-        options.output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(options.output), holding_output(options.output):
         answers_so_far = UnfinishedAnswers(options, prompts)
         answers = answers_so_far.read()
         if len(answers) < len(questions):
@@ -106,32 +119,64 @@ def write_chats(options: argparse.Namespace) -> None:
     print_summary(chats, answers, options)
 
 
+@contextmanager
+def holding_output(output: Path) -> Iterator[None]:
+    """Holds a lock next to the output, in a folder that is made, and which ends with the process. Raises
+    ValueError if another process has it: both would write to one file of answers."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = output.with_name(f"{output.name}{LOCK}")
+    try:
+        with FileLock(lock, timeout=0):
+            yield
+            lock.unlink()
+    except Timeout:
+        raise InvalidOptionError(
+            "--output", output, reason="another process is writing it", allowed="a new file"
+        ) from None
+
+
 def check_write_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for values that are not allowed, and an output that is there."""
+    """Reads the JSON of --template-options. Raises ValueError for values that are not allowed, and an output
+    that is there."""
     for name in ("max_new_tokens", "batch_size"):
         value = getattr(options, name)
         if value < 1:
             raise InvalidOptionError(f"--{name.replace('_', '-')}", value, allowed="1 or more")
-    if not isinstance(options.template_options, dict):
-        raise InvalidOptionError(
-            "--template-options", json.dumps(options.template_options), allowed="a JSON object"
-        )
+    options.template_options = parse_template_options(options.template_options)
     if options.output.exists():
         raise InvalidOptionError("--output", options.output, reason="it exists", allowed="a new file")
     if options.output.suffix != ".jsonl":
         raise InvalidOptionError("--output", options.output, allowed="a name that ends in .jsonl")
 
 
+def parse_template_options(text: str) -> dict[str, Any]:
+    """The variables of the chat template in the JSON of --template-options. Raises ValueError for anything
+    else."""
+    try:
+        template_options = json.loads(text)
+    except (ValueError, RecursionError):
+        template_options = None
+    if not isinstance(template_options, dict):
+        raise InvalidOptionError("--template-options", text, allowed="a JSON object")
+    return template_options
+
+
 def read_prompts(path: Path) -> list[str]:
     """The different prompts of a file, in their order. Raises ValueError for a file without any, and for one
     that cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOptionError(
             "PROMPTS", path, reason=find_reason(error), allowed="a text file in UTF-8"
         ) from error
+    if "\0" in text:  # UTF-16 without a mark of its order is valid UTF-8
+        raise InvalidOptionError(
+            "PROMPTS", path, reason="it has characters of number 0", allowed="a text file in UTF-8"
+        )
 
+    # Not splitlines: a row of JSON may hold other ends of lines, like U+2028, as they are.
+    lines = text.split("\n")
     prompts: dict[str, None] = {}  # in order
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -148,11 +193,25 @@ def read_prompt_row(line: str, position: str) -> str:
     """The prompt of a line of JSON. Raises ValueError for a line without one."""
     try:
         prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         prompt = None
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f'{position}: {line:.80} has no prompt. Allowed: {{"prompt": "a question"}}')
     return prompt
+
+
+def read_chat_config(model: str) -> PretrainedConfig:
+    """The configuration of a model. Raises ValueError for one that is missing or not causal, and for an
+    adapter without its model."""
+    try:
+        config = load_config(model)
+    except InvalidOptionError as error:
+        raise InvalidOptionError("MODEL", model, reason=error.reason, allowed=error.allowed) from error
+    if "causal" not in find_objectives(config):
+        raise InvalidOptionError(
+            "MODEL", model, reason=f"a {config.model_type} does not continue text", allowed="a causal model"
+        )
+    return config
 
 
 def load_chat_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -162,18 +221,28 @@ def load_chat_tokenizer(model: str) -> PreTrainedTokenizerBase:
     except ConnectionError:
         raise
     except Exception as error:  # whatever a class raises for files that it does not take
-        absent = "" if Path(model).exists() else "no such folder, and not loaded from the Hub: "
-        raise InvalidOptionError(
-            "MODEL",
-            model,
-            reason=f"{absent}{find_reason(error).rstrip('.')}",
-            allowed="a folder, or a name on the Hub",
-        ) from error
+        reason = f"its tokenizer cannot be loaded ({find_reason(error).rstrip('.')})"
+        raise InvalidOptionError("MODEL", model, reason=reason, allowed="a whole checkpoint") from error
     if DEFAULT_TEMPLATE not in templates_of(tokenizer):
         raise InvalidOptionError(
             "MODEL", model, reason="it has no chat template", allowed="an instruction-tuned model"
         )
     return tokenizer
+
+
+def check_template_options(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
+    """Raises ValueError for variables that the chat template does not read: a name with a typing error would
+    change nothing, and be stored with each chat."""
+    template = templates_of(tokenizer)[DEFAULT_TEMPLATE]
+    words = re.findall(r"\w+", template)
+    for name in options.template_options:
+        if name not in words:
+            raise InvalidOptionError(
+                "--template-options",
+                json.dumps(options.template_options),
+                reason=f"the chat template of {options.model} does not read {name}",
+                allowed="variables of the chat template",
+            )
 
 
 def encode_prompts(
@@ -200,6 +269,22 @@ def encode_prompts(
         example = Example(id=prompt, source=prompt, target="", task="")
         questions.append(TaskPrompt(example, list(encoded["input_ids"]), choices=[], reference=[]))
     return questions
+
+
+def check_rows_of_tokens(
+    config: PretrainedConfig, questions: Sequence[TaskPrompt], options: argparse.Namespace
+) -> None:
+    """Raises ValueError for a token of a prompt that has no row in the embedding."""
+    num_rows = config.get_text_config().vocab_size
+    largest_token = max(max(question.ids) for question in questions)
+    if largest_token >= num_rows:
+        raise InvalidOptionError(
+            "MODEL",
+            options.model,
+            reason=f"its tokenizer makes the token {largest_token:,}, and its embedding has "
+            f"{count_noun(num_rows, 'row')}",
+            allowed="a model with its own tokenizer",
+        )
 
 
 class UnfinishedAnswers:
@@ -270,8 +355,8 @@ def answer_questions(
 
 
 def load_answering_model(model_name: str) -> PreTrainedModel:
-    """The model in the type of its weights, on a GPU if there is one. Raises ValueError for weights that the
-    checkpoint lacks, with which answers would be random."""
+    """The model in the type of its weights, with an adapter in its folder merged, on a GPU if there is one.
+    Raises ValueError for weights that the checkpoint lacks, with which answers would be random."""
     model, report = AutoModelForCausalLM.from_pretrained(
         model_name, trust_remote_code=False, output_loading_info=True
     )
@@ -283,6 +368,9 @@ def load_answering_model(model_name: str) -> PreTrainedModel:
             reason=f"its files lack {count_noun(len(missing), 'weight')}, for example {missing[0]}",
             allowed="a whole checkpoint",
         )
+    adapter = find_adapter(model_name)
+    if adapter is not None:
+        model = merge_adapter(model, adapter, checkpoint=model_name)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -295,12 +383,21 @@ def answer_questions_together(
     max_new_tokens: int,
     step: Callable[[int], object],
 ) -> list[PromptAnswer]:
-    """The answers to prompts that are answered together, in their order."""
+    """The answers to prompts that are answered together, in their order. A prompt that leaves no positions
+    for `max_new_tokens` is not asked: it would shorten the answers of the others."""
     answers: dict[int, PromptAnswer] = {}
+    fitting_indices: list[int] = []
+    for index, question in enumerate(questions):
+        if leaves_positions(model, question, max_new_tokens):
+            fitting_indices.append(index)
+        else:
+            answers[index] = skip_prompt(question)
+            step(1)
+
     outputs = generate_batches(
         model,
         tokenizer,
-        questions,
+        [questions[index] for index in fitting_indices],
         ends=ends,
         max_new_tokens=max_new_tokens,
         batch_size=len(questions),
@@ -308,9 +405,26 @@ def answer_questions_together(
         share=(0, 1),
     )
     for indices, output in outputs:  # several where the model takes no padding
-        for index, row in zip(indices, output.tolist(), strict=True):
+        for position, row in zip(indices, output.tolist(), strict=True):
+            index = fitting_indices[position]
             answers[index] = judge_prompt_answer(tokenizer, questions[index], row, ends=ends)
     return [answers[index] for index in range(len(questions))]
+
+
+def leaves_positions(model: PreTrainedModel, question: TaskPrompt, max_new_tokens: int) -> bool:
+    """Whether a prompt and as long an answer fit into the positions of the model."""
+    length = len(question.ids) + max_new_tokens
+    return find_max_length(model, length) == length
+
+
+def skip_prompt(question: TaskPrompt) -> PromptAnswer:
+    """No answer, to a prompt that leaves no positions for one."""
+    return PromptAnswer(
+        prompt=question.example.source,
+        text="",
+        num_tokens=len(question.ids),
+        problem="longer than the positions of the model allow",
+    )
 
 
 def judge_prompt_answer(
@@ -341,7 +455,7 @@ def check_chats(
             "MODEL",
             options.model,
             reason=f"none of its answers can be learned from: {count_problems(answers)}",
-            allowed="an instruction-tuned model, or a larger --max-new-tokens",
+            allowed="an instruction-tuned model, or another --max-new-tokens",
         )
 
 
@@ -369,7 +483,7 @@ def print_summary(
 
     lengths = sorted(chat.num_tokens for chat in chats)
     print(f"Tokens of a chat: median {lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,}")
-    source = f"{{path: {options.output}, format: messages, ratio: {REPLAY_SHARE}}}"
+    source = f"{{path: {quote(str(options.output))}, format: messages, ratio: {REPLAY_SHARE}}}"
     print(f"Use them: {shlex.quote(f'replay.sources={{chat: {source}}}')}")
 
 

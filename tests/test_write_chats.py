@@ -208,3 +208,123 @@ def test_prompts_that_are_shipped_are_no_questions_of_held_out_chats(monkeypatch
     monkeypatch.setattr(write_chats, "read_prompts", lambda path: read_paths.append(path) or PROMPTS)
     assert write_chats.main(["model", "--output=own.jsonl"]) == 0
     assert read_paths == [write_chats.SHIPPED_PROMPTS]
+
+
+def test_rows_may_hold_other_ends_of_lines(folder):
+    file = folder / "prompts.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "law\u2028court"}\r\n{"prompt": "food\x85"}\r\n'.encode())
+    assert write_chats.read_prompts(file) == ["law\u2028court", "food\x85"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("law".encode("utf-16-le"), "PROMPTS=odd.jsonl is invalid: it has characters of number 0"),
+        (b"[" * 100_000, "odd.jsonl:1: [[[[["),
+    ],
+)
+def test_prompts_that_are_no_rows_of_text_are_one_line(capsys, folder, content, message):
+    (folder / "odd.jsonl").write_bytes(content)
+    assert message in refuse(capsys, PROMPTS="odd.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("template_options", "message"),
+    [
+        ("{shout", "--template-options={shout is invalid. Allowed: a JSON object"),
+        ('{"shuot": true}', "the chat template of model does not read shuot. Allowed: variables of the chat"),
+        ('{"tokenize": false}', "the chat template of model does not read tokenize"),
+        ('{"messages": []}', "does not take the prompt 'law court'"),
+    ],
+)
+def test_options_that_the_template_does_not_read_are_refused(capsys, template_options, message):
+    assert message in refuse(capsys, template_options=template_options)
+
+
+def test_a_prompt_longer_than_the_positions_is_left_out_and_shortens_no_answer(capsys, folder):
+    expected = run(output="whole.jsonl", batch_size=4)
+    capsys.readouterr()
+    num_words = 230  # with the answer just beyond 256 positions
+    (folder / "long.txt").write_text("\n".join([*PROMPTS, "law " * num_words]), encoding="utf-8")
+    assert run(PROMPTS="long.txt", batch_size=4) == expected
+    output = capsys.readouterr().out
+    assert "chats.jsonl: 3 chats of 4\nLeft out: 1 longer than the positions of the model allow" in output
+
+    (folder / "long.txt").write_text("law " * 1000, encoding="utf-8")
+    message = refuse(capsys, PROMPTS="long.txt", output="none.jsonl")
+    assert "none of its answers can be learned from: 1 longer than the positions of the model" in message
+
+
+def test_a_model_that_does_not_continue_text_is_refused(capsys, folder):
+    from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    sizes = {"num_hidden_layers": 1, "vocab_size": len(tokenizer)}
+    bert = BertForMaskedLM(BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16, **sizes))
+    t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_heads=2, **sizes))
+    for model_type, model in {"bert": bert, "t5": t5}.items():
+        model.save_pretrained(model_type)
+        tokenizer.save_pretrained(model_type)
+        message = refuse(capsys, MODEL=model_type)
+        assert f"MODEL={model_type} is invalid: a {model_type} does not continue text" in message
+
+
+def test_a_token_without_a_row_is_refused(capsys, folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("model")
+    model.resize_token_embeddings(100)
+    model.save_pretrained("model")
+    assert "and its embedding has 100 rows" in refuse(capsys)
+
+
+ignore_warning_of_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+def write_adapter(folder):
+    """An adapter of peft with random weights for the model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=4, lora_alpha=64, init_lora_weights=False, target_modules=["down_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained("model"), config).save_pretrained(folder)
+
+
+@ignore_warning_of_peft
+def test_an_adapter_in_the_folder_answers_as_well(folder):
+    end_answers_at(list(range(300, 400)))
+    plain = run(output="plain.jsonl", max_new_tokens=60)
+    write_adapter(folder / "model" / "adapters" / "law")
+    assert run(max_new_tokens=60) != plain
+
+
+@ignore_warning_of_peft
+def test_an_adapter_alone_is_refused(capsys, folder):
+    write_adapter(folder / "adapter")
+    message = refuse(capsys, MODEL="adapter")
+    assert "MODEL=adapter is invalid: it has an adapter of peft (adapter_config.json)" in message
+
+
+def test_a_second_process_on_one_output_is_refused(capsys, monkeypatch):
+    answer = write_chats.answer_questions_together
+    messages = []
+
+    def run_another_and_answer(*arguments, **options):
+        messages.append(refuse(capsys))
+        return answer(*arguments, **options)
+
+    monkeypatch.setattr(write_chats, "answer_questions_together", run_another_and_answer)
+    assert len(run()) == 3
+    assert "--output=chats.jsonl is invalid: another process is writing it" in messages[0]
+
+
+def test_the_printed_option_holds_any_path(capsys):
+    import shlex
+
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    run(output="our, own {chats}.jsonl")
+    line = capsys.readouterr().out.splitlines()[-1]
+    argument = shlex.split(line.removeprefix("Use them: "))[0]
+    sources = OverridesParser.create().parse_override(argument).value()
+    assert sources["chat"]["path"] == "our, own {chats}.jsonl"

@@ -316,7 +316,7 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
     if config.model_type not in REPEATABLE_MODEL_TYPES:
         model_types = ", ".join(REPEATABLE_MODEL_TYPES)
         raise ValueError(
-            f"hidden size of a {config.model_type} has no known exact growth, but of {model_types}"
+            f"the hidden size of a {config.model_type} can not be grown exactly, only that of {model_types}"
         )
     segments = {projection.module: projection.segments for projection in find_projections(model)}
     with adjust_config(model, "hidden size") as make_grown_skeleton:

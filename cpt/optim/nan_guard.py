@@ -103,7 +103,7 @@ class NanGuard(Callback):
             self.end(problem)
         self.failures_in_a_row += 1
         if max(self.failures_in_a_row, self.rollbacks + 1) > MAX_FAILURES:
-            self.end(f"{problem}, and so was {count_noun(MAX_FAILURES, 'time')} before")
+            self.end(f"{problem}, after {count_noun(MAX_FAILURES, 'earlier failure')}")
 
         step = trainer.global_step
         if self.policy == "rollback":
