@@ -66,6 +66,8 @@ TEXT_OPTIONS = (
 )
 QUOTED_KEY = re.compile(r"""(['"])((?:(?!\1).)+)\1(\s*:)""")
 BARE_TEXT = re.compile(r"[^\s,\[\]()]+")
+# Groups of which one run takes several choices.
+LIST_GROUPS = ("callbacks", "experiment", "logger", "mask")
 FLAGS = "-m, --config-dir=FOLDER, --cfg=job, --help"
 report_errors = utils.run_and_report
 
@@ -84,6 +86,7 @@ def start() -> None:
             print(describe_choices(sys.argv[1:]))
         else:
             check_command_line(sys.argv[1:])
+            check_folder_name(Path.cwd())
             app()
 
 
@@ -211,6 +214,29 @@ def check_command_line(arguments: Sequence[str]) -> None:
         is_choice = (CONF / group).is_dir() and override.type is not OverrideType.DEL
         if is_choice and not names_choices(override.value()):
             raise ValueError(f"{argument} is invalid. Allowed: a choice of conf/{group}, or a list of them")
+        choices = override.value()
+        if is_choice and group not in LIST_GROUPS and isinstance(choices, list):
+            raise refuse_list(argument, group, choices)
+
+
+def check_folder_name(folder: Path) -> None:
+    """Raises ValueError for a working folder with `${` in its path: in the config, which has this path, it
+    begins the name of another value."""
+    if "${" in str(folder):
+        raise ValueError(
+            f"the working folder {folder} is invalid: ${{…}} in it would be replaced in the paths of a run. "
+            "Allowed: a folder without ${ in its path"
+        )
+
+
+def refuse_list(argument: str, group: str, choices: Sequence[str]) -> ValueError:
+    """The error of a list of choices for a group of which a run has one."""
+    allowed = f"a choice of conf/{group}"
+    if choices:
+        allowed = f"{group}={choices[0]}"
+    if len(choices) > 1:
+        allowed += f", -m {group}={','.join(choices)} for a run of each"
+    return ValueError(f"{argument} is invalid: a run has one choice of {group}. Allowed: {allowed}")
 
 
 def check_assignments(arguments: Sequence[str]) -> None:

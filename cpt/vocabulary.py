@@ -38,7 +38,8 @@ from cpt.data.sources.files import find_text_files, split_of
 from cpt.data.sources.readers import read_folder
 from cpt.models.extended_tokenizer import check_fit
 from cpt.models.loading import load_tokenizer
-from cpt.trainer.base_files import VERBATIM, change_tokenizer_config
+from cpt.models.tokenizer_faults import VERBATIM, refuse_tokenizer
+from cpt.trainer.base_files import change_tokenizer_config
 
 BATCH = 1 << 20  # characters that are encoded at once
 MAX_HELD_OUT = 32 << 20  # bytes of held-out text that are kept
@@ -168,13 +169,7 @@ def load_own_tokenizer(base: str) -> PreTrainedTokenizerBase:
     try:
         return load_tokenizer(base)
     except Exception as error:  # whatever a class raises for files that it does not take
-        absent = "" if Path(base).exists() else "no such folder, and not loaded from the Hub: "
-        raise InvalidOptionError(
-            "--base",
-            base,
-            reason=f"{absent}{find_reason(error).rstrip('.')}",
-            allowed="a folder, or a name on the Hub",
-        ) from error
+        raise refuse_tokenizer("--base", base, error, allowed="a folder, or a name on the Hub") from error
 
 
 def folder_of(corpus: Path) -> Path:

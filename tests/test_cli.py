@@ -26,6 +26,19 @@ CANNOT = {  # and the choice or option that is meant
     "-m seed=0,1 mask=migu,mgui": "migu",
     "-m method.routing=last,first method=hat": "",
     "--config-dir=mine method=mine": "",
+    "+trainer.steps=3": "",
+    "~trainer.steps=3": "",
+    "+hydra.job.name=x": "",
+    "method=[ncl,ewc]": "",
+    "-m trainer.steps=2 hydra.job.chdir=false,true": "",
+    "trainer.steps=range(2,4)": "",
+    "--config-name=mine": "",
+    "--config-path=mine": "",
+}
+SAID = {  # what is allowed instead, in the words of the command line
+    "+trainer.steps=3": "Allowed: trainer.steps=3, without +",
+    "method=[ncl,ewc]": "Allowed: method=ncl, -m method=ncl,ewc for a run of each",
+    "--config-name=mine": "Allowed: config, which is the default",
 }
 
 
@@ -48,6 +61,7 @@ def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(argument
         assert "mine.yaml" in message and "line 3" in message
     else:
         assert is_refused(arguments, message.removeprefix("cpt: ").strip()), message
+        assert SAID.get(arguments, "") in message
         assert (f". Did you mean {CANNOT[arguments]}? Allowed: " in message) == bool(CANNOT[arguments])
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -106,6 +120,15 @@ def test_a_working_folder_that_is_gone_is_told(program, tmp_path):
     )
     assert (process.returncode, process.stderr.splitlines()[-1]) == (1, expected)
     assert "Traceback" not in process.stderr
+
+
+def test_a_working_folder_whose_name_would_be_replaced_is_told(tmp_path):
+    folder = tmp_path / "${now:%Y}"
+    folder.mkdir()
+    process = call("trainer.steps=1", cwd=folder)
+    assert process.returncode == 1 and list(folder.iterdir()) == []
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"cpt: the working folder {folder} is invalid: ${{…}} in it would be replaced")
 
 
 def test_closed_streams_end_no_program(tmp_path):

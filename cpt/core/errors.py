@@ -1,5 +1,6 @@
 """Errors that a user can read: one line, a non-zero exit code."""
 
+import errno
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from yaml import YAMLError
 
 from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
-from cpt.core.files import DISK_FULL_ERRNOS, free_space, with_free_space
+from cpt.core.files import NO_ROOM_ERRNOS, with_room
 from cpt.core.messages import abbreviate
 from cpt.core.overrides import FULL_MAPPINGS
 from cpt.core.preemption import GO_ON, Preempted
@@ -59,6 +60,29 @@ COMPOSITION_MESSAGES = {
     ),
     r"Could not delete from config. '(.*)' does not exist": (
         "~{0} is invalid: there is no {0}, or it is null. Allowed: {0}=null"
+    ),
+    r"Could not delete from config. The value of '(.*)' is (.*) and not (.*)\.": (
+        "~{0}={2} is invalid: its value is {1}. Allowed: ~{0}"
+    ),
+    r"Could not append to config. An item is already at '(.*)'\.\s+Either remove \+ prefix: '(.*)'": (
+        "+{1} is invalid: the config has {0} already. Allowed: {1}, without +"
+    ),
+    r"Sweep parameters '(.*)' requires --multirun": (
+        "{0} is invalid: several values for one run. Allowed: one value, -m for a run of each"
+    ),
+    r"Sweeping over Hydra's configuration is not supported : '(.*)'": (
+        "{0} is invalid: several values of an option of Hydra's. Allowed: one value for all runs of a sweep"
+    ),
+}
+# By a pattern of Hydra's message on where it looks for configs, our message.
+SEARCH_MESSAGES = {
+    r"Cannot find primary config '(.*)'\.": (
+        "--config-name={0} is invalid: there is no such config. Allowed: config, which is the default, or "
+        "the name of a YAML file in the folder of --config-dir"
+    ),
+    r"Primary config (?:directory|module)": (
+        "--config-path is invalid: there is no such folder. Allowed: the absolute path of one, or "
+        "--config-dir=FOLDER, which adds to the choices of cpt"
     ),
 }
 # By config group, the options that take a path {0}; in HUB_FORMS those that take a repository of the Hub, if
@@ -122,7 +146,7 @@ def explain_error(error: BaseException) -> str:
 def explain_hydra(error: HydraException) -> str:
     """The message for a choice or an argument that Hydra rejects; empty for another error of Hydra."""
     if isinstance(error, hydra_errors.MissingConfigException):
-        message = explain_missing_choice(error)
+        message = explain_missing_choice(error) or match_message(str(error), SEARCH_MESSAGES)
         if message:
             return message
     match error:
@@ -242,8 +266,13 @@ def explain_composition(error: ConfigCompositionException) -> str:
             missing = "its first line is not # @package _global_"
             return f"{config_name} is invalid: {missing}. Allowed: this line, then defaults: and keys"
         return f"override /{group} in {config_name}: {unknown_name(group, CONFIG_GROUPS)}"
-    for pattern, message in COMPOSITION_MESSAGES.items():
-        match = re.match(pattern, str(error))
+    return match_message(str(error), COMPOSITION_MESSAGES)
+
+
+def match_message(text: str, messages: Mapping[str, str]) -> str:
+    """Our message for one of Hydra's, by the pattern that it begins with; empty if it begins with none."""
+    for pattern, message in messages.items():
+        match = re.match(pattern, text)
         if match is not None:
             return message.format(*match.groups())
     return ""
@@ -381,16 +410,21 @@ def describe_lost_loader(error: BaseException | None) -> str:
 
 
 def describe_full_disk(error: BaseException | None) -> str:
-    """The message for a write to a full disk or beyond a quota, wherever it is in the chain of causes, with
-    the path, if it is known, and the free bytes; empty for any other error."""
+    """The message for a write to a full disk, beyond a quota or beyond the size that a file may have,
+    wherever it is in the chain of causes, with the path, if it is known, and how much room there is; empty
+    for any other error."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+        if isinstance(error, OSError) and error.errno in NO_ROOM_ERRNOS:
             advice = "free some and run the same command again"
+            if error.errno == errno.EFBIG:
+                advice = "raise the limit, or choose another disk, and run the same command again"
+            # `writing` may have added the room already: it is shown once.
             if error.filename is None:
-                space = f"{error.strerror}, {free_space(Path.cwd())} in {Path.cwd()}"
-                return f"a file cannot be written: {space}; {advice}"
-            # `writing` may have added the free bytes already: they are shown once.
-            full_disk_error = with_free_space(error, Path(os.fsdecode(error.filename)))
-            return f"{full_disk_error.filename} cannot be written: {full_disk_error.strerror}; {advice}"
+                room = with_room(error, Path.cwd()).strerror
+                if error.errno != errno.EFBIG:
+                    room = f"{room} in {Path.cwd()}"
+                return f"a file cannot be written: {room}; {advice}"
+            with_path = with_room(error, Path(os.fsdecode(error.filename)))
+            return f"{with_path.filename} cannot be written: {with_path.strerror}; {advice}"
         error = error.__cause__ or error.__context__
     return ""

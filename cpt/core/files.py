@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import tempfile
 import zipfile
@@ -24,8 +25,9 @@ PARTIAL = ".partial"  # ends the names of what is being written
 LOCK = ".lock"  # in a folder that is being written: held by the process that writes it
 WRITE_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
 TORCH_ERROR = re.compile(r"PytorchStreamWriter|inline_container")
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk, or the user's quota
+NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the size of a file
 FREE_SPACE_SUFFIX = "bytes free"
+SIZE_LIMIT_SUFFIX = "in a file"
 ChecksumTable = dict[str, tuple[int, str]]  # size and hash of files, by their path within a folder
 
 
@@ -69,14 +71,14 @@ def write_atomically(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Errors of a write inside the context as an OSError that names the path: that of a system call without
-    a path, and those that safetensors, torch and tokenizers raise in other classes. Of a full disk with the
-    free bytes."""
+    a path, and those that safetensors, torch and tokenizers raise in other classes. Where room is lacking,
+    with how much there is."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or (error.filename is not None and error.errno not in DISK_FULL_ERRNOS):
+        if error.errno is None or (error.filename is not None and error.errno not in NO_ROOM_ERRNOS):
             raise
-        raise with_free_space(error, path) from error
+        raise with_room(error, path) from error
     except Exception as error:
         if not WRITE_ERROR.search(str(error)):
             raise
@@ -121,16 +123,31 @@ def describe_write_error(error: Exception) -> str:
     """Why a write of a library failed: the first line of its message. Messages of torch name a position in
     the archive and no reason, and are replaced."""
     first_line = str(error).splitlines()[0]
-    return "the file would be incomplete" if TORCH_ERROR.search(first_line) else first_line
+    if not TORCH_ERROR.search(first_line):
+        return first_line
+    limit = describe_size_limit()
+    return f"the file would be incomplete, {limit}" if limit else "the file would be incomplete"
 
 
-def with_free_space(error: OSError, path: Path) -> OSError:
-    """The error of a failed write with its path, which is `path` if `error` names none, and of a full disk
-    with the free bytes in its `strerror`, if they are not there already."""
+def with_room(error: OSError, path: Path) -> OSError:
+    """The error of a failed write with its path, which is `path` if `error` names none, and where room is
+    lacking with how much there is in its `strerror`, if it is not there already."""
     strerror = str(error.strerror)
-    if error.errno in DISK_FULL_ERRNOS and not strerror.endswith(FREE_SPACE_SUFFIX):
-        strerror = f"{strerror}, {free_space(path)}"
+    room = ""
+    if error.errno in NO_ROOM_ERRNOS and not strerror.endswith((FREE_SPACE_SUFFIX, SIZE_LIMIT_SUFFIX)):
+        room = describe_size_limit() if error.errno == errno.EFBIG else free_space(path)
+    if room:
+        strerror = f"{strerror}, {room}"
     return OSError(error.errno, strerror, error.filename or str(path))
+
+
+def describe_size_limit() -> str:
+    """`ulimit -f allows 4,096 bytes in a file`, by the limit of this process; empty if it has none, and a
+    file is larger than its file system allows."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"ulimit -f allows {count_noun(limit, 'byte')} {SIZE_LIMIT_SUFFIX}"
 
 
 def free_space(path: Path) -> str:

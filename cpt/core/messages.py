@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Iterable
 from functools import cache
@@ -30,9 +31,9 @@ def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = Fa
 
 
 @cache
-def log_once(log: Logger, message: str) -> None:
+def log_once(log: Logger, message: str, *, level: int = logging.INFO) -> None:
     """Logs a message unless this process has already logged the same."""
-    log.info("%s", message)
+    log.log(level, "%s", message)
 
 
 def truncate(text: str, width: int) -> str:

@@ -54,6 +54,7 @@ from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, make_loadi
 from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.sharded_loading import NO_NEW_ROWS, UnshardableFilesError, VocabularyRows, make_sharded_class
 from cpt.models.stored_weights import find_non_finite, find_weight_files
+from cpt.models.tokenizer_faults import describe_fault
 
 # Retries without network were logged twice: by this handler, and by that of the run.
 logging.getLogger("huggingface_hub").handlers.clear()
@@ -556,10 +557,16 @@ def find_end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
 
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, or of a name on the Hub. Raises ConnectionError where the Hub would be asked
-    without a network, ValueError for a length that cannot be compared with those of texts, and whatever a
-    class raises for files that it does not take."""
+    without a network, ValueError for a length that cannot be compared with those of texts and for files that
+    are of another class or damaged, and whatever else a class raises for files that it does not take."""
     check_model_access(str(checkpoint))
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    except Exception as error:  # whatever the class raises
+        fault = describe_fault(Path(checkpoint), error)
+        if not fault:
+            raise
+        raise ValueError(fault) from error
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float):
         raise ValueError(f"its model_max_length is {longest!r:.60}. Allowed: a number, or null")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import abbreviate, count_noun
+from cpt.core.messages import abbreviate, count_noun, log_once
 from cpt.core.processes import is_first_process
 from cpt.data.text_encoder import rename_tokens, special_tokens_of, unknown_id
 from cpt.models.extended_tokenizer import describe_other_roles, find_sub_tokens
@@ -214,26 +214,21 @@ def report_rows(
         count = count_noun(len(added_tokens.unclear), "added token")
         unclear = f"; the rows of {count} stay, since they may be trained: {names}"
 
+    # Once: the base is loaded again at the end of a run, to measure how far it was moved.
     if num_entries <= rows and not added_tokens.new:
-        log.info(
-            "No effect of model.resize=true: %s, %s of the tokenizer%s",
-            count_noun(rows, "row"),
-            count_noun(num_entries, "entry", "entries"),
-            unclear,
-        )
+        row_count = count_noun(rows, "row")
+        entry_count = count_noun(num_entries, "entry", "entries")
+        log_once(log, f"No effect of model.resize=true: {row_count}, {entry_count} of the tokenizer{unclear}")
         return
 
     # Embeddings are often padded to a multiple of 64: new tokens take these rows before the table grows.
     num_in_padding = sum(token_id < rows for token_id in added_tokens.new)
-    log.info(
-        "Resizing the embedding of %s from %d to %s for %s: each begins as the mean of its sub-tokens, "
-        "%d in rows that the checkpoint has as padding%s",
-        checkpoint,
-        rows,
-        count_noun(max(rows, num_entries), "row"),
-        count_noun(len(added_tokens.new), "new token"),
-        num_in_padding,
-        unclear,
+    new_count = count_noun(len(added_tokens.new), "new token")
+    log_once(
+        log,
+        f"Resizing the embedding of {checkpoint} from {rows} to "
+        f"{count_noun(max(rows, num_entries), 'row')} for {new_count}: each begins as the mean of its "
+        f"sub-tokens, {num_in_padding} in rows that the checkpoint has as padding{unclear}",
     )
 
 
@@ -243,12 +238,13 @@ def warn_of_stale_rows(
     """Logs added tokens whose rows look untrained, where they are not to be set."""
     added_tokens = find_new_tokens(model.get_input_embeddings().weight, tokenizer)
     if added_tokens.new and is_first_process():
-        log.warning(
-            "The rows of %s of the tokenizer of %s look untrained (%s); model.resize=true sets each to the "
-            "mean of its sub-tokens",
-            count_noun(len(added_tokens.new), "token"),
-            checkpoint,
-            ", ".join(name_tokens(tokenizer, list(added_tokens.new))),
+        token_count = count_noun(len(added_tokens.new), "token")
+        names = ", ".join(name_tokens(tokenizer, list(added_tokens.new)))
+        log_once(
+            log,
+            f"The rows of {token_count} of the tokenizer of {checkpoint} look untrained ({names}); "
+            "model.resize=true sets each to the mean of its sub-tokens",
+            level=logging.WARNING,
         )
 
 

@@ -18,13 +18,13 @@ from cpt.core.errors import find_reason
 from cpt.core.messages import count_noun
 from cpt.core.tokenizer_files import TOKENIZER_FILES
 from cpt.models.loading import load_tokenizer
+from cpt.models.tokenizer_faults import VERBATIM
 from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
 
 OF_LOADING = ("is_local", "local_files_only")  # how a tokenizer was loaded, which save_pretrained writes
 AUTHORS_CODE = "auto_map"  # names Python code that is neither run nor exported
-VERBATIM = "PreTrainedTokenizerFast"  # the class that takes tokenizer.json as it is
 # Text on which normalizers, pre-tokenizers and added tokens differ.
 ODD_TEXTS = (
     "The quick brown fox, 1234567890 times: don't!",

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.randomness import torch_seed
 from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
@@ -42,6 +44,8 @@ from cpt.trainer.costs import original_name
 from cpt.trainer.options import FP16_MIXED, Precision
 from cpt.trainer.plan import Plan
 from cpt.trainer.reference_model import add_reference, make_reference
+
+MAX_REPEATS = 100  # of each row in one step: more is a slip, and may be more than the memory holds
 
 
 def read_corpora(plan: Plan) -> Corpora:
@@ -254,6 +258,7 @@ def build_data(
         mixed[name] = MixedText(part.options, text)
     mixed_texts = {f"replay.sources.{name}": part.text for name, part in mixed.items()}
     check_training_texts(train | general | mixed_texts, base)
+    check_row_repeats(train, batch_size=plan.budget.batch_size)
     if source.balanced is not False and train:
         train = balance_texts(train, tokens=None if source.balanced is True else source.balanced)
 
@@ -276,6 +281,21 @@ def build_data(
         validation=validation,
         mixed=mixed,
     )
+
+
+def check_row_repeats(texts: Mapping[str, Packed], *, batch_size: int) -> None:
+    """Raises ValueError for a batch that has each row of a text more than MAX_REPEATS times."""
+    for name, text in texts.items():
+        limit = MAX_REPEATS * len(text)
+        if batch_size > limit:
+            raise InvalidOptionError(
+                "trainer.batch_size",
+                batch_size,
+                context=f"for {name}",
+                reason=f"a step would read each of its {count_noun(len(text), 'row')} "
+                f"{batch_size // len(text):,} times",
+                allowed=f"{limit} or less; at {len(text)} a step reads each row once",
+            )
 
 
 def check_training_texts(texts: Mapping[str, Packed], base: Base) -> None:

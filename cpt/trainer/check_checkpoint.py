@@ -5,6 +5,7 @@ import logging
 import re
 import zipfile
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from peft import PeftConfig
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from cpt.adapters.export import PARTS_INDEX
+from cpt.core import tokenizer_files
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import DamagedFileError, InvalidOptionError, format_value
 from cpt.core.messages import abbreviate, count_noun
@@ -32,6 +34,7 @@ from cpt.models.stored_weights import (
     read_stored_weights,
     weight_names,
 )
+from cpt.models.tokenizer_faults import refuse_tokenizer
 from cpt.models.vocabulary import check_entries, log_extension
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.skeleton import build_skeleton
@@ -118,13 +121,8 @@ def read_tokenizer(
     try:
         tokenizer = loading.load_tokenizer(name)
     except Exception as error:  # whatever a class raises for files that it does not take
-        absent = "" if Path(name).exists() else "no such folder, and not loaded from the Hub: "
-        raise InvalidOptionError(
-            "model.tokenizer",
-            name,
-            reason=f"{absent}{find_reason(error).rstrip('.')}",
-            allowed="null, or a folder or a name on the Hub, of a tokenizer with added tokens",
-        ) from error
+        allowed = "null, or a folder or a name on the Hub, of a tokenizer with added tokens"
+        raise refuse_tokenizer("model.tokenizer", name, error, allowed=allowed) from error
 
     check_fit(tokenizer, own_tokenizer, name=name, checkpoint=checkpoint)
     if is_first_process():
@@ -260,6 +258,7 @@ def check_generation_config(folder: Path) -> None:
 def check_tokenizer_files(folder: Path, *, key: str) -> None:
     """Raises ValueError if the folder of an option `key` has no tokenizer: transformers would make an empty
     one."""
+    check_file_kinds(folder, key=key)
     for pattern in TOKENIZER_FILES:
         if any(folder.glob(pattern)):
             return
@@ -269,6 +268,26 @@ def check_tokenizer_files(folder: Path, *, key: str) -> None:
         reason="it has no tokenizer",
         allowed=f"a folder with the files of one, {', '.join(TOKENIZER_FILES)}",
     )
+
+
+def check_file_kinds(folder: Path, *, key: str) -> None:
+    """Raises ValueError for a folder, or a link to nothing, in the place of a file of the tokenizer or of
+    generation_config.json: transformers passes over it, as if the model had none."""
+    patterns = [GENERATION_CONFIG_NAME]
+    for pattern in tokenizer_files.TOKENIZER_FILES:
+        if not pattern.startswith("*"):  # whose names anything may have
+            patterns.append(pattern)
+
+    # Not by glob, which passes over links to nothing.
+    for path in sorted([*folder.iterdir(), *folder.glob("*_chat_templates/*")]):
+        name = str(path.relative_to(folder))
+        has_name_of_file = path.suffix and any(fnmatch(name, pattern) for pattern in patterns)
+        if not has_name_of_file or path.is_file():
+            continue
+        kind = "a link to nothing" if path.is_symlink() else "a folder"
+        raise InvalidOptionError(
+            key, folder, reason=f"its {name} is {kind}", allowed=f"a file there, or nothing; {ADVICE}"
+        )
 
 
 def log_ignored_settings(name_or_path: str, config: PretrainedConfig) -> None:

@@ -68,6 +68,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     """Logs of how many texts a part is scored, the options that are set and change nothing, and which weights
     are not trained."""
     log_scored_share(data)
+    log_repeats(data)
     log_mixture(data)
     for description in (
         *find_untrained_options(plan, data),
@@ -151,6 +152,23 @@ def log_scored_share(data: DomainSequence) -> None:
         f"{abbreviate(sampled_texts, with_count=True)}. To measure all, start a new run with "
         "eval.max_tokens=null"
     )
+
+
+def log_repeats(data: DomainSequence) -> None:
+    """Logs the training texts that have fewer rows than a batch: a step reads some of them several times."""
+    batch_size = data.budget.batch_size
+    num_rows: dict[str, int] = {}  # of these texts
+    for domain in data:
+        for name in domain.texts:
+            if len(data.train[name]) < batch_size:
+                num_rows[name] = len(data.train[name])
+    if num_rows and is_first_process():
+        log.info(
+            "A step reads rows of %s more than once: the fewest are %s, trainer.batch_size is %d",
+            abbreviate(list(num_rows), with_count=True),
+            count_noun(min(num_rows.values()), "row"),
+            batch_size,
+        )
 
 
 def log_mixture(data: DomainSequence) -> None:

@@ -307,7 +307,8 @@ def file_stat(path: Path) -> list[int]:
 
 
 def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
-    """The files of a model and its tokenizer by name: of a folder, or those in the cache of the Hub."""
+    """The files of a model and its tokenizer by name: of a folder, or those in the cache of the Hub. Folders
+    and links to nothing are no files, whatever their names."""
     if checkpoint is None:
         return {}
     folder = Path(checkpoint)
@@ -317,7 +318,11 @@ def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
             return {}
         folder = cached_folder
     paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
-    return {str(path.relative_to(folder)): path for path in paths if path.suffix in CHECKPOINT_SUFFIXES}
+    return {
+        str(path.relative_to(folder)): path
+        for path in paths
+        if path.suffix in CHECKPOINT_SUFFIXES and path.is_file()
+    }
 
 
 def has_chat_template(checkpoint: str | None) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -50,6 +52,42 @@ def test_a_full_disk_is_one_line_with_the_free_bytes(write, tmp_path, capsys):
     assert "inline_container" not in message and "unexpected pos" not in message  # the words of torch.save
     if write is not write_without_a_name:
         assert message.startswith(f"cpt: {tmp_path / 'file'} cannot be written")
+
+
+@contextmanager
+def size_limit(num_bytes):
+    """Files of this process may have as many bytes, as after `ulimit -f`."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def write_long_text(path):
+    write_atomically(path, "x" * 100_000)
+
+
+def write_long_state(path):
+    with writing(path):
+        torch.save({"weights": torch.zeros(100_000)}, path)
+
+
+def write_long_text_without_a_name(path):
+    with path.open("w") as file:
+        file.write("x" * 100_000)
+
+
+@pytest.mark.parametrize("write", [write_long_text, write_long_state, write_long_text_without_a_name])
+def test_a_file_above_the_limit_of_its_size_is_one_line_with_the_limit(write, tmp_path, capsys):
+    with size_limit(4096), pytest.raises(SystemExit), readable_errors():
+        write(tmp_path / "file")
+    message = capsys.readouterr().err
+    assert "cannot be written" in message and message.count("\n") == 1
+    assert message.count("ulimit -f allows 4,096 bytes in a file") == 1
+    if write is not write_long_state:
+        assert "File too large" in message and "raise the limit" in message and "bytes free" not in message
 
 
 def test_atomic_writes_tell_their_path_and_leave_the_old_file(tmp_path, monkeypatch, capsys):

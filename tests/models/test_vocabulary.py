@@ -15,6 +15,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from cpt.core.messages import log_once
 from cpt.models.vocabulary import check_entries, find_new_tokens, fit_rows, warn_of_stale_rows
 from tests.support.data_fixtures import bare_tokenizer
 
@@ -119,10 +120,22 @@ def test_rows_that_were_trained_from_their_sub_tokens_stay(caplog):
     check_rows(before, model.get_input_embeddings().weight, [" cantata"], first=338)
 
 
+def test_what_resizing_does_is_logged_once_though_the_base_is_loaded_twice(caplog):
+    caplog.set_level("INFO", logger="cpt")
+    log_once.cache_clear()
+    for checkpoint, num_rows, words in (("as it is", 333, ()), ("larger", 333, WORDS)):
+        for _ in range(2):
+            fit_rows(model_of(num_rows), tokenizer_with(*words), checkpoint=checkpoint)
+    unchanged, resized = [record.message for record in caplog.records if record.name.startswith("cpt")]
+    assert unchanged.startswith("No effect of model.resize=true: 333 rows, 333 entries of the tokenizer")
+    assert resized.startswith("Resizing the embedding of larger from 333 to 338 rows for 5 new tokens: ")
+
+
 def test_without_resize_the_log_names_stale_rows(caplog):
+    log_once.cache_clear()
     model = model_of(400)
     warn_of_stale_rows(model, tokenizer_with(), checkpoint="x")
-    assert not caplog.records
+    assert "look untrained" not in caplog.text
     warn_of_stale_rows(model, tokenizer_with(*WORDS), checkpoint="x")
     assert "The rows of 5 tokens of the tokenizer of x look untrained ( sonata," in caplog.text
 

@@ -10,7 +10,7 @@ from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE, TextOptions
 from cpt.data.text_format import make_text_format
 from cpt.models.objectives import Causal
 from cpt.trainer import common_settings
-from cpt.trainer.build import check_training_texts
+from cpt.trainer.build import check_row_repeats, check_training_texts
 from cpt.trainer.plan import make_plan
 from tests.support.data_fixtures import bare_tokenizer, write_corpus
 
@@ -76,3 +76,13 @@ def test_processes_may_read_texts_in_other_folders(small, monkeypatch):
     )
     common_settings.check_same_settings(copied)
     assert hashes[0] == hashes[1] == hashes[2]
+
+
+def test_a_batch_that_reads_each_row_a_hundred_times_is_refused():
+    check_row_repeats({"law": range(25), "food": range(30)}, batch_size=2500)
+    with pytest.raises(ValueError) as raised:
+        check_row_repeats({"food": range(30), "law": range(25)}, batch_size=10**9)
+    assert str(raised.value) == (
+        "trainer.batch_size=1000000000 is invalid for food: a step would read each of its 30 rows 33,333,333 "
+        "times. Allowed: 3000 or less; at 30 a step reads each row once"
+    )

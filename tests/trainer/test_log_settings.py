@@ -160,3 +160,21 @@ def test_a_teacher_that_is_to_be_faster_and_is_slower(
     machine = SimpleNamespace(precision=precision, device=torch.device(device))
     log_settings.warn_of_slow_teacher(machine, SimpleNamespace(options=options))
     assert ("method.teacher=bf16-mixed is slow on this CPU" in caplog.text) == is_slow
+
+
+def test_texts_with_fewer_rows_than_a_batch_are_named_once(caplog):
+    class Stages(list):
+        budget = SimpleNamespace(batch_size=16)
+        train = {"law": range(9), "food": range(16), "arts": range(12)}
+
+    stages = Stages(SimpleNamespace(texts=texts) for texts in (("law",), ("food",), ("law", "arts")))
+    caplog.set_level("INFO", logger="cpt")
+    log_settings.log_repeats(stages)
+    expected = (
+        "A step reads rows of law, arts more than once: the fewest are 9 rows, trainer.batch_size is 16"
+    )
+    assert caplog.messages == [expected]
+    caplog.clear()
+    stages.budget.batch_size = 9
+    log_settings.log_repeats(stages)
+    assert caplog.messages == []

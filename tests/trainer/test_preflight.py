@@ -27,7 +27,7 @@ from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import log_awaited_processes, prepare_run, warn_of_cpu_processes
 from cpt.trainer.read_config import read_sections
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import RunDir, checkpoint_files
 from tests.conftest import ROOT
 from tests.runs.reading import read_scores
 from tests.support.data_fixtures import tokenizer_with_template
@@ -150,6 +150,18 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
         assert complaint in unread(small(option))
         shutil.rmtree(checkpoint)
         shutil.copytree(intact_checkpoint, checkpoint)
+
+    for name in ("chat_template.jinja", "special_tokens_map.json", "generation_config.json"):
+        (checkpoint / name).unlink(missing_ok=True)
+        (checkpoint / name).mkdir()
+        assert f"{option} is invalid: its {name} is a folder. Allowed: " in unread(small(option))
+        (checkpoint / name).rmdir()
+        (checkpoint / name).symlink_to(checkpoint / "unmounted")
+        assert f"{option} is invalid: its {name} is a link to nothing" in unread(small(option))
+        (checkpoint / name).unlink()
+    (checkpoint / "notes.json").mkdir()  # which nothing reads
+    assert "notes.json" not in checkpoint_files(str(checkpoint))
+    (checkpoint / "notes.json").rmdir()
 
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
