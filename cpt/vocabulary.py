@@ -22,6 +22,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import new_folder, writing
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.messages import count_noun
+from cpt.core.naming import quote
 from cpt.core.output import run_program
 from cpt.core.randomness import key
 from cpt.core.run_command import find_program_words
@@ -323,16 +324,20 @@ def print_report(
 
 
 def format_usage(options: argparse.Namespace) -> str:
-    """The command line of a run with the new tokenizer."""
+    """The command line of a run with the new tokenizer, on the text that it was learned from."""
     folder = folder_of(options.corpus)
+    if folder.name in ("", ".."):  # of the working folder
+        folder = folder.resolve()
     has_files = any(path.is_file() for path in folder.iterdir())
-    root = folder.parent if has_files else folder  # else its sub-folders are the domains
-    settings = [
-        "domains=texts",
-        f"domains.root={root}",
+    settings = ["domains=texts"]
+    if has_files:  # the folder is a domain, and its parent may have others
+        settings += [f"domains.root={quote(str(folder.parent))}", f"domains.only=[{quote(folder.name)}]"]
+    else:
+        settings.append(f"domains.root={quote(str(folder))}")
+    settings += [
         "model=hf",
-        f"model.name_or_path={options.base}",
-        f"model.tokenizer={options.output}",
+        f"model.name_or_path={quote(options.base)}",
+        f"model.tokenizer={quote(str(options.output))}",
     ]
     return shlex.join([*find_program_words(), *settings])
 

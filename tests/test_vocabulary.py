@@ -5,8 +5,10 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import AutoTokenizer
 
 from cpt import vocabulary
@@ -71,7 +73,8 @@ def test_tokens_are_added_and_measured_on_text_that_is_held_out(base, corpus, tm
     assert "' benzol'" in printed.partition("Most frequent:")[2].splitlines()[0]
 
     words = shlex.split(printed.splitlines()[-1])
-    assert {f"domains.root={corpus.parent}", f"model.tokenizer={output}"} < {*words}
+    expected = {f"domains.root={corpus.parent}", "domains.only=[oil]", f"model.tokenizer={output}"}
+    assert expected < {*words}
     with pytest.raises(SystemExit) as exit_error:
         run(corpus, "--base", base, "--output", output)
     assert exit_error.value.code == 1 and "is invalid: it exists. Allowed: " in capsys.readouterr().err
@@ -158,3 +161,21 @@ def test_installed_libraries_add_no_line_to_what_the_program_says():
         [sys.executable, "-m", "cpt.vocabulary", "--help"], cwd=ROOT, capture_output=True, text=True
     )
     assert process.returncode == 0 and process.stderr == ""
+
+
+def test_the_command_of_a_run_takes_the_learned_text_alone_whatever_its_folders_are_called(tmp_path):
+    """Hydra takes each value as it is, and no folder next to a corpus of files becomes a domain."""
+    corpus = tmp_path / "my texts (1), old"
+    corpus.mkdir()
+    options = SimpleNamespace(corpus=corpus, base="a/b", output=tmp_path / "x=y")
+    assert read_usage(options)["domains.root"] == str(corpus)
+    (corpus / "a.txt").write_text("text")
+    usage = read_usage(options)
+    assert (usage["domains.root"], usage["domains.only"]) == (str(tmp_path), [corpus.name])
+    assert usage["model.tokenizer"] == str(options.output)
+
+
+def read_usage(options):
+    words = shlex.split(vocabulary.format_usage(options))
+    overrides = OverridesParser.create().parse_overrides([word for word in words if "=" in word])
+    return {override.key_or_group: override.value() for override in overrides}
