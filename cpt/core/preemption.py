@@ -5,7 +5,6 @@ be lost it ends the run at once, by an exception; within `defer_signals()`, and 
 run continues to the next point at which it can leave, and all processes leave there. A second signal ends
 the process as it is."""
 
-import _thread
 import atexit
 import os
 import signal
@@ -49,6 +48,7 @@ class SignalState:
 
     number = 0
     deferrals = 0
+    num_repeated = 0  # signals that the process sends itself (`repeat_signal`) and that have not come yet
     last_read = 0.0  # when the store of the processes was read
     released: list[Popen] = []
 
@@ -83,6 +83,9 @@ def watch_signals(received: socket.socket) -> None:
     """Ends the process on its second signal, even while it is blocked in a library."""
     first = None
     while numbers := received.recv(1):
+        if notice.num_repeated:
+            notice.num_repeated -= 1
+            continue
         if numbers[0] in SIGNALS and signal.getsignal(numbers[0]) == notice.receive:
             first = first or time.monotonic()
             if time.monotonic() - first > together_s():
@@ -110,7 +113,7 @@ def handle_signals() -> Iterator[None]:
         """Python drops exceptions of the code that frees an object: a signal that came then acts again."""
         if isinstance(lost.exc_value, Preempted):
             notice.number = 0
-            threading.Timer(AGAIN_S, _thread.interrupt_main, [lost.exc_value.number]).start()
+            threading.Timer(AGAIN_S, repeat_signal, [lost.exc_value.number]).start()
         else:
             previous_hook(lost)
 
@@ -138,6 +141,14 @@ def handle_signals() -> Iterator[None]:
         signal.set_wakeup_fd(previous_descriptor)
         sending.close()
         notice.deferrals -= 1
+
+
+def repeat_signal(number: int) -> None:
+    """Sends this process a signal that it has had before, unless it no longer handles signals. A call of the
+    system in which it waits is interrupted, as by the first."""
+    if signal.getsignal(number) == notice.receive:
+        notice.num_repeated += 1
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def leave_process(code: int) -> NoReturn:

@@ -196,7 +196,7 @@ class Freed:
 with handle_signals():
     freed = Freed()
     del freed
-    time.sleep(30)
+    time.sleep(300)  # is interrupted
 """
 
 
