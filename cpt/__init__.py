@@ -1,6 +1,8 @@
 """Continual pre-training of language models: learn a sequence of text domains, measure what is kept."""
 
 import importlib
+import sys
+from types import TracebackType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -41,6 +43,20 @@ PUBLIC = {
     "Snapshot": "cpt.models.weights",
 }
 __all__ = sorted(PUBLIC)
+
+
+def report_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Replaces `sys.excepthook`: Ctrl-C is reported without a traceback, everything else as Python does."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("cpt: interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+# `python -m cpt.NAME` imports this package before the program, with this as its first argument. The program
+# reports Ctrl-C itself, but only after it has imported torch, which takes seconds.
+if sys.argv[:1] == ["-m"]:
+    sys.excepthook = report_interrupt
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -228,3 +229,12 @@ def test_a_plan_in_json_has_the_standard_output_for_itself(tmp_path):
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["figures"] == "computed"
     assert "General text: docstrings of Python's standard library" in process.stderr
+
+
+def test_interrupted_while_it_imports_a_program_ends_in_a_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    program = subprocess.run(
+        [sys.executable, "-m", "cpt.write_chats", "model"], env=environment, capture_output=True, text=True
+    )
+    assert (program.returncode, program.stderr) == (-signal.SIGINT, "cpt: interrupted\n")
