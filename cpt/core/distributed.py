@@ -309,10 +309,12 @@ def average_gradients(module: nn.Module) -> None:
     """Averages over the processes the gradients of those parameters of a sharded module that are not sharded
     themselves; FSDP2 averages the gradients of the others. A process without a gradient, of a parameter for
     which another process has one, contributes 0."""
+    if not is_distributed():  # first, so that other runs do not visit all parameters in each step
+        return
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     plain = [parameter for parameter in parameters if not is_sharded(parameter)]
     has_sharded = any(map(is_sharded, module.parameters()))
-    if not is_distributed() or not plain or not has_sharded:
+    if not plain or not has_sharded:
         return
 
     # In how many processes each parameter has a gradient.

@@ -55,7 +55,7 @@ LEARNS_TASKS = [
 LEARNS_TASKS += ["lifelong_moe", "cpt_plugin", *sorted(NEED_EXAMPLES)]
 AS_TASKS = [f"{name} on tasks" for name in LEARNS_TASKS]
 SHARED_ROWS = [*ON_ROWS, *AS_TASKS]
-FEW_SHARED = {"das on rows", "derpp on tasks", "sdft on tasks"}
+FEW_SHARED = {"derpp on tasks", "sdft on tasks"}
 OPTIONS = {
     "derpp": "method.buffer_size=16",
     "agem": "method.buffer_size=16",
@@ -218,7 +218,9 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     case, uninterrupted, killing, config, start, tmp_path
 ):
     last = "joint" if case.startswith("joint") else "food"
-    steps = [3] if " " in case else [1, 3, 6]
+    # Before the first checkpoint of a domain, between two and in the last step. What of these a run continues
+    # from is the same with all methods: a plain one and one with importances show it.
+    steps = [1, 3, 6] if case in ("ncl", "das") else [3]
     for step in steps:
         killing(Killer(step=step, domain=last))
         with pytest.raises(KilledError):

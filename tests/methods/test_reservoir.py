@@ -67,7 +67,7 @@ def as_process(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", run_few([1, 2], [1]))
 def test_every_sample_of_a_stream_is_as_likely_to_be_kept(world, as_process):
-    stream, samples, trials = 120, 12, 250
+    stream, samples, trials = 60, 6, 250
     counts = np.zeros(stream)
     for seed in range(trials):
         for rank in range(world):
