@@ -91,7 +91,8 @@ def compare_folders(options: argparse.Namespace) -> int:
             problem = f"FOLDER={','.join(map(str, options.folders))} is invalid: no run below it"
         else:
             problem = "FOLDER is missing"
-        print(f"cpt: {problem}. Allowed: run folders, or folders that hold them", file=sys.stderr)
+        allowed = "run folders, or folders that hold them (links in them are not followed)"
+        print(f"cpt: {problem}. Allowed: {allowed}", file=sys.stderr)
         return 2
 
     sections = build_sections(

@@ -96,7 +96,7 @@ def list_conditions(section: RunSection) -> Block:
     settings = [key for key in differing_settings(section.runs) if not key.startswith(METHOD_SETTINGS)]
     if settings:
         lines.append(describe_settings(section, settings))
-    costs = {group.name: [group.mean("cost/tokens") or 0, group.mean("cost/flops") or 0] for group in groups}
+    costs = {group.name: (group.mean("cost/tokens"), group.mean("cost/flops")) for group in groups}
     fairness = describe_fairness(costs)
     if fairness:
         lines.append(fairness)
@@ -150,11 +150,20 @@ def describe_settings(section: RunSection, settings: Sequence[str]) -> str:
     return f"The runs differ beyond their methods, in {'; '.join(descriptions)}."
 
 
-def describe_fairness(costs: Mapping[str, Sequence[float]]) -> str:
+def describe_fairness(costs: Mapping[str, tuple[float | None, float | None]]) -> str:
     """Whether groups took as many tokens and operations per run; empty of fewer than two groups.
 
-    `costs`: both by group, 0 where they are unknown."""
-    known_costs = [group_costs for group_costs in costs.values() if all(group_costs)]
+    `costs`: both by group, None where they are unknown. A group without tokens trains nothing and is left
+    out; operations of 0 for some tokens are unknown, too."""
+    known_costs: list[tuple[float, float]] = []
+    unknown = []
+    for group, (tokens, flops) in costs.items():
+        if tokens == 0:
+            continue
+        if tokens and flops:
+            known_costs.append((tokens, flops))
+        else:
+            unknown.append(group)
     if len(known_costs) < 2:
         return ""
 
@@ -170,7 +179,6 @@ def describe_fairness(costs: Mapping[str, Sequence[float]]) -> str:
             descriptions.append(f"equal {unit} ({high:.3g} per run)")
         else:
             descriptions.append(f"different {unit} ({low:.3g} to {high:.3g} per run)")
-    unknown = [group for group, group_costs in costs.items() if not all(group_costs)]
     if unknown:
         descriptions.append(f"unknown of {list_names(unknown)}")
     return f"Fairness: {', '.join(descriptions)}."

@@ -187,7 +187,8 @@ def list_tables(section: RunSection) -> Iterator[PaperTable]:
     frames = measure_tables(section)
     legend = LEGENDS["tex"].format(baseline=escape(section.baseline), level=SIGNIFICANCE_LEVEL)
     conditions = escape(describe_conditions(section.conditions))
-    yield PaperTable("main", f"{conditions}. {legend}", format_groups(section, frames["main"], "measure"))
+    caption = f"{conditions}. In nats if no unit is named. {legend}"
+    yield PaperTable("main", caption, format_groups(section, frames["main"], "measure"))
 
     if len(frames["endtasks"]) > 0:
         caption = "Downstream tasks after the last stage in which each was measured, in \\%; MF1, Acc: means."
@@ -247,7 +248,7 @@ def format_tex_mean(row: Mapping[str, Any], measure: ComparedMeasure, *, is_best
     text = measure.format_value(row["mean"])
     if not np.isnan(row["sd"]):
         text += f" ± {measure.format_value(row['sd'])}"
-    text = escape(text)
+    text = escape_number(text)
     if is_best:
         text = f"\\textbf{{{text}}}"
     marks = "*" if row["p_holm"] < SIGNIFICANCE_LEVEL else ""
@@ -306,6 +307,11 @@ def escape(text: object) -> str:
     return strip_controls(str(text)).translate(TRANSLATION)
 
 
+def escape_number(text: str) -> str:
+    """A cell of numbers as TeX shows it. The sign of a negative one is a minus: a hyphen is shorter."""
+    return escape(text.replace("-", "−"))
+
+
 def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:
     """Writes NAME.tex for each table; of several sections, section_2-NAME.tex. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -329,6 +335,7 @@ def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:
                 column_format=r"lp{0.7\linewidth}" if table.name == "settings" else f"l{number_columns}",
                 position="t",
             )
+            text = text.replace("\\begin{table}[t]\n", "\\begin{table}[t]\n\\centering\n", 1)
             write_atomically(folder / f"{stem}.tex", f"% needs \\usepackage{{booktabs}}\n{text}")
             paths.append(folder / f"{stem}.tex")
     return paths

@@ -40,7 +40,7 @@ from cpt.reporting.formats import (
 )
 from cpt.reporting.page import Block, align_columns, build_picture_block, write_page
 from cpt.reporting.svg import add_spots
-from cpt.reporting.tex import escape
+from cpt.reporting.tex import escape, escape_number
 
 MAX_ACROSS = 3  # panels side by side
 
@@ -196,7 +196,7 @@ def describe_tuning(
         if method.runs:
             tokens = fmean(run.tokens for run in method.runs)
             flops = fmean(run.flops for run in method.runs)
-            costs[method.name] = [tokens, flops]
+            costs[method.name] = tokens, flops
     lines.append(describe_fairness(costs))
 
     if limit is not None:
@@ -281,8 +281,15 @@ def format_score_mean(values: Sequence[float], format_value: Format, *, num_runs
 
 def format_tex(table: Block) -> str:
     """The table for booktabs."""
-    frame = DataFrame(table.cells, columns=[escape(title) for title in table.head]).map(escape)
-    text = frame.to_latex(index=False, escape=False, column_format="l" * 3 + "r" * 5)
+    num_numbers = len(table.head) - table.num_word_columns
+    rows = []
+    for cells in table.cells:
+        words = map(escape, cells[: table.num_word_columns])
+        numbers = map(escape_number, cells[table.num_word_columns :])
+        rows.append([*words, *numbers])
+    frame = DataFrame(rows, columns=[escape(title) for title in table.head])
+    column_format = "l" * table.num_word_columns + "r" * num_numbers
+    text = frame.to_latex(index=False, escape=False, column_format=column_format)
     return f"% needs \\usepackage{{booktabs}}\n{text}"
 
 

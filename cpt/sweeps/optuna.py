@@ -83,11 +83,8 @@ class OptunaSweeper(Sweeper):
             try:
                 import optuna
             except ImportError as error:
-                raise InvalidOptionError(
-                    "hydra/sweeper",
-                    "optuna",
-                    reason=str(error),
-                    allowed=f"after {format_install_command('optuna')}",
+                raise ValueError(
+                    f"a search needs Optuna: {error}. Allowed: after {format_install_command('optuna')}"
                 ) from error
 
         self.optuna: Any = optuna

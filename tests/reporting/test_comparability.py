@@ -215,5 +215,8 @@ def test_tex_marks_means_over_fewer_runs_and_names_of_files_differ_in_more_than_
     counted = ["(2)" in cell for cell in line.split("&")]
     assert counted.count(True) == 2 and not counted[1]  # CPT and FG, not LC
     assert len({path.name.lower() for path in paths}) == len(paths)
+    main = (tmp_path / "main.tex").read_text()
+    assert "(k): number of runs with a value, if not all" in main and "In nats if no unit is named" in main
+    assert main.index("\\centering") < main.index("\\caption")
     matrix = (tmp_path / "matrix-perplexity-das-law_food_space.tex").read_text()
     assert "means over 2 to 3 runs" in matrix

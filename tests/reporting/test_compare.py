@@ -12,7 +12,7 @@ from cpt.evaluation.statistics import Difference
 from cpt.reporting import contrasts
 from cpt.reporting.csv_export import export_csv
 from cpt.reporting.example_contrasts import contrast_examples
-from cpt.reporting.findings import build_findings, list_conditions
+from cpt.reporting.findings import build_findings, describe_fairness, list_conditions
 from cpt.reporting.load_runs import measure_runs
 from cpt.reporting.measures import MEASURES
 from cpt.reporting.sections import build_sections
@@ -47,6 +47,17 @@ def test_the_best_is_so_over_the_pairs_that_all_have():
     best = contrasts.find_best(section, make_section(runs).groups, measure)
     assert best.group.name == "ncl"
     assert build_findings(make_section([make_run()])).lines == []
+
+
+def test_a_group_that_trains_nothing_says_nothing_of_fairness():
+    costs = {"ncl": (100, 50), "kd": (100, 80), "none": (0, 0)}
+    description = "Fairness: equal tokens (100 per run), different operations (50 to 80 per run)"
+    assert describe_fairness(costs) == f"{description}."
+    assert (
+        describe_fairness(costs | {"old": (None, None), "odd": (100, 0)})
+        == f"{description}, unknown of old, odd."
+    )
+    assert describe_fairness({"ncl": (100, 50), "none": (0, 0)}) == ""
 
 
 def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):

@@ -72,6 +72,14 @@ def test_runs_are_compared_all_and_those_that_are_asked_for(swept, tmp_path, cap
     assert rows["ncl"][:2] == ["das", "2"]
 
 
+def test_links_to_runs_are_not_followed_and_the_error_says_it(swept, tmp_path, capsys):
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "run").symlink_to(swept / "das-0-0")
+    assert main([str(tmp_path / "linked")]) == 2
+    error = capsys.readouterr().err
+    assert "no run below it" in error and "links in them are not followed" in error
+
+
 def test_one_run_has_its_own_page_and_gets_no_comparison_beside_it(swept, tmp_path, capsys, no_figures):
     run = swept / "das-0-0"
     (run / "report.html").write_text("its page")
@@ -111,6 +119,15 @@ def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_te
 
     orders = frames["orders"].query("measure == 'endtask/MF1' and group == 'das'").set_index("order")["mean"]
     assert orders["all"] == pytest.approx((orders["0"] + orders["1"]) / 2)
+
+
+def test_a_negative_number_has_a_minus_in_tables(tmp_path):
+    runs = [make_run(method="ncl", seed=seed, shift=-0.5) for seed in range(2)]
+    forgetting = runs[0].scores.metrics["FG"]["nats"]
+    assert forgetting < 0
+    write_tables([make_section(runs)], tmp_path)
+    cell = f"\\textbf{{$-${-forgetting:.4f} $\\pm$ 0.0000}}"  # the best of one group
+    assert f" & {cell} & " in (tmp_path / "main.tex").read_text()
 
 
 @pytest.mark.parametrize("name", NASTY)

@@ -245,7 +245,8 @@ def test_wrong_options_and_spaces_are_refused_in_one_line(read_refusal, monkeypa
     for overrides, options, line in WRONG:
         assert line in read_refusal(loss, *overrides, is_new=True, **options)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert "pip install -e '.[optuna]'" in read_refusal(loss, LR)
+    refusal = read_refusal(loss, LR)  # `cpt.tune` says the same, without options that nobody gave
+    assert "a search needs Optuna: " in refusal and "pip install -e '.[optuna]'" in refusal
 
 
 def test_a_trial_is_the_mean_of_its_seeds_and_orders(search_grid, folder):
@@ -527,6 +528,17 @@ def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_searc
     assert {"tuning.tex", "tuning.md", "tuning-searches.png"} < files
     text = write_tuning([ewc], tmp_path / "most", "LC.perplexity", "maximize", 3)
     assert read_rows(text, 1)["ewc"][0] == "strength=9.25"
+
+
+def test_tex_shows_a_negative_number_with_a_minus_and_values_as_they_are(tmp_path):
+    trials = [make_trial(0, 1e-05, 40.0)]
+    default = {"method.strength": "1e-05"}
+    space = {"method.strength": "tag(log,interval(1e-6,1e-4))"}
+    runs = [FinalRun(str(seed), 30.0, -0.2, 1000, 50) for seed in range(2)]
+    tuned = TunedMethod(name="mine", space=space, default=default, trials=trials, runs=runs)
+    write_tuning([tuned], tmp_path / "tuning", "LC.perplexity", "minimize", 1)
+    tex = (tmp_path / "tuning.tex").read_text()
+    assert "mine & strength=1e-05 & " in tex and " & $-$0.2000 $\\pm$ 0.0000 \\\\" in tex
 
 
 def test_a_mean_over_fewer_final_runs_than_planned_is_marked_and_its_method_named(tmp_path):
