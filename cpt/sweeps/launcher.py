@@ -77,6 +77,7 @@ POLL_S = 0.1
 JOB_OVERRIDES = (f"{RUN_FOLDER}=", f"{JOB_NUMBER}=")  # overrides of Hydra's keys that differ from job to job
 SAVED_BEFORE_LIMIT_S = 20.0  # that a job which was warned of its time limit has to be queued again
 MAX_ARRAY_JOBS = 1000  # as SLURM's default MaxArraySize allows
+NO_CONTROLLER = ("configuration source", "contact slurm controller")  # in the words of sbatch
 RESOURCES = ("partition", "gpus_per_node", "mem_gb", "cpus_per_task", "tasks_per_node", "timeout_min")
 
 
@@ -280,6 +281,13 @@ class SubmititLauncher(JobLauncher):
         except (RuntimeError, OSError) as error:  # of submitit: sbatch's own words
             reason = last_line(str(error))
             if is_first:
+                if any(words in reason for words in NO_CONTROLLER):
+                    raise InvalidOptionError(
+                        "hydra/launcher",
+                        self.cluster,
+                        reason=reason,
+                        allowed="on a machine whose cluster answers `sinfo`, or hydra/launcher=processes",
+                    ) from error
                 raise ValueError(
                     f"hydra.launcher is invalid: {reason}. Allowed: {self.describe_resources()}"
                 ) from error

@@ -341,16 +341,17 @@ def test_too_many_time_limits_are_no_failure(run_task):
 class FakeExecutor:
     """Takes arrays and writes a result for each of their jobs, or refuses."""
 
-    def __init__(self, folder, *, refuses=()):
+    def __init__(self, folder, *, refuses=(), words="error: Batch job submission failed: Invalid"):
         self.folder = folder
         self.refuses = refuses  # numbers of arrays, from 1
+        self.words = words  # of sbatch that refuses
         self.arrays = []  # their sizes
 
     def submit_array(self, tasks):
         self.arrays.append(len(tasks))
         array = len(self.arrays)
         if array in self.refuses:
-            raise submitit.core.utils.FailedJobError("sbatch: error: Batch job submission failed: Invalid\n")
+            raise submitit.core.utils.FailedJobError(f"sbatch: {self.words}\n")
 
         handles = []
         for number, task in enumerate(tasks):
@@ -371,12 +372,12 @@ def run_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "job_command", lambda config: ["run.py"])
     monkeypatch.setattr(launcher, "SlurmQueue", lambda: FakeQueue({}))
 
-    def run(num_jobs, *, refuses=()):
+    def run(num_jobs, **options):
         swept_launcher = SubmititLauncher(
             cluster="slurm", submitit_folder=str(tmp_path / "jobs" / "%j"), gpus_per_node=1
         )
         swept_launcher.config = OmegaConf.create({"hydra": {"sweep": {"dir": "outputs/many"}}})
-        executor = FakeExecutor(tmp_path / "jobs" / "%j", refuses=refuses)
+        executor = FakeExecutor(tmp_path / "jobs" / "%j", **options)
         monkeypatch.setattr(swept_launcher, "make_executor", lambda: executor)
         jobs = []
         for number in range(num_jobs):
@@ -406,6 +407,19 @@ def test_what_sbatch_refuses_at_once_is_one_line_with_the_options_that_ask(run_s
     )
     with pytest.raises(ValueError, match=message):
         run_sweep(3, refuses={1})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "fatal: Could not establish a configuration source",
+        "error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+    ],
+)
+def test_a_machine_without_a_cluster_is_not_asked_for_other_resources(run_sweep, words):
+    with pytest.raises(ValueError, match="hydra/launcher=slurm is invalid") as error:
+        run_sweep(3, refuses={1}, words=words)
+    assert words in str(error.value) and "`sinfo`" in str(error.value) and "mem_gb" not in str(error.value)
 
 
 def test_options_are_checked_and_requeue_is_an_option_of_sbatch(write_program, tmp_path):
