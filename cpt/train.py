@@ -14,7 +14,7 @@ from cpt.core.cache_use import end_uses
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import heartbeat
-from cpt.core.messages import find_similar_path
+from cpt.core.messages import find_similar_path, log_once
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_job_within_a_sweep, is_one_of_several
 from cpt.core.slurm import check_launch
@@ -39,6 +39,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     With `plan`, prints the estimated cost and leaves the directory as it is. Raises ValueError for an invalid
     config, and for one that is not the directory's."""
     run = RunDir(run_dir)
+    log_once.cache_clear()  # a process may train several runs, each with a log of its own
     if not is_first_process():  # the first one logs what config and files give in all of them
         logging.getLogger("cpt").setLevel(logging.ERROR)
     with run.removed_if_rejected(), closing_uses():

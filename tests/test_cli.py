@@ -35,11 +35,13 @@ CANNOT = {  # and the choice or option that is meant
     "trainer.steps=range(2,4)": "",
     "--config-name=mine": "",
     "--config-path=mine": "",
+    "hydra.run.dir=\\${seed}": "",
 }
 SAID = {  # what is allowed instead, in the words of the command line
     "+trainer.steps=3": "Allowed: trainer.steps=3, without +",
     "method=[ncl,ewc]": "Allowed: method=ncl, -m method=ncl,ewc for a run of each",
     "--config-name=mine": "Allowed: config, which is the default",
+    "hydra.run.dir=\\${seed}": "hydra.run.dir=${seed} is invalid: ${…} in it would be replaced once more",
 }
 
 

@@ -88,7 +88,7 @@ def test_tests_files_links_programs_and_extras_that_are_named_exist():
         modules = set(re.findall(r"python -m ([\w.]+)", text))
         assert find_missing(modules - OF_EXTRAS, find_spec) == set(), path
         assert find_missing(re.findall(r"python ([\w/]+\.py)", text), is_in_checkout) == set(), path
-        assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= extras, path
+        assert set(re.findall(r"pip install -e ['\"]\.\[([\w-]+)\]", text)) <= extras, path
 
 
 def list_anchors(text: str) -> set[str]:

@@ -121,12 +121,14 @@ def remove_leftovers(parent: Path, name: str) -> None:
 
 def describe_write_error(error: Exception) -> str:
     """Why a write of a library failed: the first line of its message. Messages of torch name a position in
-    the archive and no reason, and are replaced."""
-    first_line = str(error).splitlines()[0]
-    if not TORCH_ERROR.search(first_line):
-        return first_line
-    limit = describe_size_limit()
-    return f"the file would be incomplete, {limit}" if limit else "the file would be incomplete"
+    the archive and no reason, and are replaced. With the limit of a file's size where it may be the cause."""
+    reason = str(error).splitlines()[0]
+    is_of_size = f"(os error {errno.EFBIG})" in reason
+    if TORCH_ERROR.search(reason):
+        reason = "the file would be incomplete"
+        is_of_size = True  # or of the disk, which torch does not say
+    limit = describe_size_limit() if is_of_size else ""
+    return f"{reason}, {limit}" if limit else reason
 
 
 def with_room(error: OSError, path: Path) -> OSError:

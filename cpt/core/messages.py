@@ -32,7 +32,7 @@ def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = Fa
 
 @cache
 def log_once(log: Logger, message: str, *, level: int = logging.INFO) -> None:
-    """Logs a message unless this process has already logged the same."""
+    """Logs a message unless this run has already logged the same (`train` forgets those of another)."""
     log.log(level, "%s", message)
 
 

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.core.config import flatten
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_one_of_several
 
 RUN_FOLDER = "hydra.run.dir"
@@ -70,9 +71,17 @@ def resolve_values(config: DictConfig) -> dict[str, Any]:
 
 def resolve_run_folder(config: DictConfig) -> str:
     """Replaces the pattern of the run's folder by its path, which is returned. The pattern may contain values
-    that `resolve_values` has replaced, and ${hydra:…} reads a copy of the config, which is renewed first."""
+    that `resolve_values` has replaced, and ${hydra:…} reads a copy of the config, which is renewed first.
+    Raises ValueError for a path with `${`, as of name='\\${x}': Hydra would replace it once more."""
     HydraConfig.instance().set_config(config)
     folder = str(config.hydra.run.dir)
+    if "${" in folder:
+        raise InvalidOptionError(
+            RUN_FOLDER,
+            folder,
+            reason="${…} in it would be replaced once more",
+            allowed="a path without ${ in it",
+        )
     set_values(config, {RUN_FOLDER: folder})
     return folder
 

@@ -139,6 +139,10 @@ class DomainSequence(LightningDataModule):
         texts = [self.train[name] for name in domain.texts]
         return [self.budget.steps_for(text, length=text.tokens_per_row) for text in texts]
 
+    def count_rows(self, domain: Domain) -> int:
+        """The rows of a stage's texts, without those that it replays."""
+        return sum(len(self.train[name]) for name in domain.texts)
+
     @cached_property
     def cumulative_steps(self) -> list[int]:
         """Steps before each stage, and of all; counted once, not in each step."""

@@ -258,7 +258,6 @@ def build_data(
         mixed[name] = MixedText(part.options, text)
     mixed_texts = {f"replay.sources.{name}": part.text for name, part in mixed.items()}
     check_training_texts(train | general | mixed_texts, base)
-    check_row_repeats(train, batch_size=plan.budget.batch_size)
     if source.balanced is not False and train:
         train = balance_texts(train, tokens=None if source.balanced is True else source.balanced)
 
@@ -283,18 +282,20 @@ def build_data(
     )
 
 
-def check_row_repeats(texts: Mapping[str, Packed], *, batch_size: int) -> None:
-    """Raises ValueError for a batch that has each row of a text more than MAX_REPEATS times."""
-    for name, text in texts.items():
-        limit = MAX_REPEATS * len(text)
+def check_row_repeats(data: DomainSequence) -> None:
+    """Raises ValueError for a batch that has each row of a stage more than MAX_REPEATS times."""
+    batch_size = data.budget.batch_size
+    for domain in data:
+        num_rows = data.count_rows(domain)
+        limit = MAX_REPEATS * num_rows
         if batch_size > limit:
             raise InvalidOptionError(
                 "trainer.batch_size",
                 batch_size,
-                context=f"for {name}",
-                reason=f"a step would read each of its {count_noun(len(text), 'row')} "
-                f"{batch_size // len(text):,} times",
-                allowed=f"{limit} or less; at {len(text)} a step reads each row once",
+                context=f"for {domain.name}",
+                reason=f"a step would read each of its {count_noun(num_rows, 'row')} "
+                f"{batch_size // num_rows:,} times",
+                allowed=f"{limit} or less; at {num_rows} a step reads each row once",
             )
 
 

@@ -23,7 +23,7 @@ from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
 from cpt.reporting.formats import format_bytes
 from cpt.trainer.base_model import Base, make_base
-from cpt.trainer.build import build_data, build_method, read_corpora
+from cpt.trainer.build import build_data, build_method, check_row_repeats, read_corpora
 from cpt.trainer.chat_costs import estimate_chat_seconds
 from cpt.trainer.chat_date import date_chats
 from cpt.trainer.export_dtype import find_export_dtype
@@ -51,10 +51,12 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
     plan = match_operations(plan, machine, corpora, base, stored=run.matched)
     module = build_method(plan, machine, base)
     data = build_data(plan, machine, corpora, base, module)
-    log_settings(plan, machine, module, data)
-
     started_run = run if extended is None else extended
     scores = started_run.load_scores()
+    if scores is None:
+        check_row_repeats(data)
+    log_settings(plan, machine, module, data)
+
     state = "new" if scores is None else scores.state
     if extended is not None:
         state = f"continues {extended.path} ({state})"

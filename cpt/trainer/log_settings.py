@@ -155,19 +155,21 @@ def log_scored_share(data: DomainSequence) -> None:
 
 
 def log_repeats(data: DomainSequence) -> None:
-    """Logs the training texts that have fewer rows than a batch: a step reads some of them several times."""
+    """Logs the stages that have fewer rows than a batch: a step reads some of them several times, unless as
+    many rows are replayed."""
     batch_size = data.budget.batch_size
-    num_rows: dict[str, int] = {}  # of these texts
+    rows_by_stage: dict[str, int] = {}
     for domain in data:
-        for name in domain.texts:
-            if len(data.train[name]) < batch_size:
-                num_rows[name] = len(data.train[name])
-    if num_rows and is_first_process():
+        num_rows = data.count_rows(domain)
+        if num_rows < batch_size:
+            rows_by_stage[domain.name] = num_rows
+    if rows_by_stage:
         log.info(
-            "A step reads rows of %s more than once: the fewest are %s, trainer.batch_size is %d",
-            abbreviate(list(num_rows), with_count=True),
-            count_noun(min(num_rows.values()), "row"),
+            "Fewer rows than a batch (trainer.batch_size=%d): %s, of which the fewest are %d; a step may "
+            "read a row more than once",
             batch_size,
+            abbreviate(rows_by_stage, with_count=True),
+            min(rows_by_stage.values()),
         )
 
 
@@ -458,7 +460,8 @@ def warn_of_slow_teacher(machine: Machine, module: ContinualMethod) -> None:
 
 def warn_of_no_rate(plan: Plan) -> None:
     """Logs that an optimizer with a rate of 0 trains nothing."""
-    if plan.optim.arguments.get("lr") == 0 and plan.names["method"] != "none":
+    trains_nothing = plan.optim.arguments.get("lr") == 0 and plan.names["method"] != "none"
+    if trains_nothing and is_first_process():
         log.warning("optim.lr=0: no step changes a weight")
 
 

@@ -1,5 +1,8 @@
 """The command of a run, as pages, cards and programs print it."""
 
+import re
+import tomllib
+
 import pytest
 import yaml
 
@@ -9,6 +12,8 @@ from cpt.core.run_command import (
     find_program_words,
     format_install_command,
 )
+from cpt.optim.options import KINDS
+from tests.conftest import ROOT
 
 
 def test_a_checkout_has_run_py_and_an_installed_package_the_command_cpt(tmp_path):
@@ -23,6 +28,18 @@ def test_a_checkout_has_run_py_and_an_installed_package_the_command_cpt(tmp_path
 def test_an_extra_is_installed_from_the_checkout_or_beside_the_installed_package(tmp_path):
     assert format_install_command("ray") == "pip install -e '.[ray]' in the checkout of cpt"
     assert format_install_command("ray", tmp_path) == "pip install 'cpt[ray]'"
+
+
+def test_messages_name_extras_that_there_are():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named_extras = {kind.extra for kind in KINDS.values() if kind.extra}
+    for path in (ROOT / "cpt").rglob("*.py"):
+        named_extras.update(
+            re.findall(r"format_install_command\('([^']+)'\)", path.read_text(encoding="utf-8"))
+        )
+    for path in (ROOT / "conf/hydra/launcher").glob("*.yaml"):
+        named_extras.update(re.findall(r"^extra: (\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"bitsandbytes", "lm-eval", "ray"} < named_extras <= set(project["optional-dependencies"])
 
 
 def test_a_command_has_the_folders_that_it_was_given(tmp_path):

@@ -135,6 +135,8 @@ def test_a_folder_that_the_user_names_is_each_jobs_own(sweep):
             (parsed,) = OverridesParser.create().parse_overrides(job.arguments[-1:])
             assert (parsed.key_or_group, str(parsed.value())) == ("hydra.run.dir", str(job.folder))
             assert folder is None or str(job.folder) == folder.format(number)
+    with pytest.raises(ValueError, match=r"^hydra\.run\.dir=outputs/\$\{seed\}/.* is invalid: "):
+        Sweep([*sweep.shared, "name='\\${seed}'"]).jobs("seed=0", "seed=1")
 
 
 @pytest.mark.parametrize(

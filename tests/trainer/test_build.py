@@ -1,15 +1,17 @@
 """What is logged of a model before it is trained, and training text that is refused."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from cpt.data import packing
+from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE, TextOptions
 from cpt.data.text_format import make_text_format
 from cpt.models.objectives import Causal
-from cpt.trainer import common_settings
+from cpt.trainer import build, common_settings
 from cpt.trainer.build import check_row_repeats, check_training_texts
 from cpt.trainer.plan import make_plan
 from tests.support.data_fixtures import bare_tokenizer, write_corpus
@@ -78,11 +80,47 @@ def test_processes_may_read_texts_in_other_folders(small, monkeypatch):
     assert hashes[0] == hashes[1] == hashes[2]
 
 
+class Stages(list):
+    """The stages of a run whose texts have 25 and 30 rows."""
+
+    train = {"law": range(25), "food": range(30)}
+    count_rows = DomainSequence.count_rows
+
+    def __init__(self, *stages, batch_size):
+        super().__init__(Domain(" and ".join(texts), 0, texts) for texts in stages)
+        self.budget = SimpleNamespace(batch_size=batch_size)
+
+
 def test_a_batch_that_reads_each_row_a_hundred_times_is_refused():
-    check_row_repeats({"law": range(25), "food": range(30)}, batch_size=2500)
+    check_row_repeats(Stages(("law",), ("food",), batch_size=2500))
+    check_row_repeats(Stages(("food", "law"), batch_size=5500))
+    check_row_repeats(Stages(batch_size=10**9))
     with pytest.raises(ValueError) as raised:
-        check_row_repeats({"food": range(30), "law": range(25)}, batch_size=10**9)
+        check_row_repeats(Stages(("food",), ("law",), batch_size=10**9))
     assert str(raised.value) == (
         "trainer.batch_size=1000000000 is invalid for food: a step would read each of its 30 rows 33,333,333 "
         "times. Allowed: 3000 or less; at 30 a step reads each row once"
     )
+    with pytest.raises(ValueError, match="for food and law: a step would read each of its 55 rows 100 times"):
+        check_row_repeats(Stages(("food", "law"), batch_size=5501))
+
+
+def test_of_a_run_that_an_earlier_version_began_no_batch_is_refused(
+    small, start, tmp_path, monkeypatch, capsys, caplog
+):
+    caplog.set_level("INFO", logger="cpt")
+    options = ("order=[law]", "trainer.steps=1", "trainer.batch_size=512", "optim.lr=0")
+    start(small(*options), tmp_path / "run")
+    assert "optim.lr=0: no step changes a weight" in caplog.messages
+    assert "Fewer rows than a batch (trainer.batch_size=512): law, of which" in caplog.text
+
+    monkeypatch.setattr(build, "MAX_REPEATS", 0)
+    for plan in ("false", "json"):
+        with pytest.raises(ValueError, match="^trainer.batch_size=.* is invalid for law: a step would read"):
+            start(small(*options, f"plan={plan}"), tmp_path / "new")
+    capsys.readouterr()
+    start(small(*options, "plan=json"), tmp_path / "run")
+    assert json.loads(capsys.readouterr().out)["left"] == "nothing"
+    (tmp_path / "run/report.html").unlink()  # is written again
+    start(small(*options), tmp_path / "run")
+    assert (tmp_path / "run/report.html").exists()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cpt.data.datamodule import Domain, DomainSequence
 from cpt.methods.options import KDOptions
 from cpt.trainer import log_settings
 from tests.support.method_fixtures import ORDER, build_method_fixture
@@ -162,16 +163,19 @@ def test_a_teacher_that_is_to_be_faster_and_is_slower(
     assert ("method.teacher=bf16-mixed is slow on this CPU" in caplog.text) == is_slow
 
 
-def test_texts_with_fewer_rows_than_a_batch_are_named_once(caplog):
+def test_stages_with_fewer_rows_than_a_batch_are_named_once(caplog):
     class Stages(list):
         budget = SimpleNamespace(batch_size=16)
         train = {"law": range(9), "food": range(16), "arts": range(12)}
+        count_rows = DomainSequence.count_rows
 
-    stages = Stages(SimpleNamespace(texts=texts) for texts in (("law",), ("food",), ("law", "arts")))
+    texts_by_stage = {"law": ("law",), "food": ("food",), "joint": ("law", "arts"), "arts": ("arts",)}
+    stages = Stages(Domain(name, 0, texts) for name, texts in texts_by_stage.items())
     caplog.set_level("INFO", logger="cpt")
     log_settings.log_repeats(stages)
     expected = (
-        "A step reads rows of law, arts more than once: the fewest are 9 rows, trainer.batch_size is 16"
+        "Fewer rows than a batch (trainer.batch_size=16): law, arts, of which the fewest are 9; a step may "
+        "read a row more than once"
     )
     assert caplog.messages == [expected]
     caplog.clear()
