@@ -109,10 +109,10 @@ def test_of_a_run_that_an_earlier_version_began_no_batch_is_refused(
     small, start, tmp_path, monkeypatch, capsys, caplog
 ):
     caplog.set_level("INFO", logger="cpt")
-    options = ("order=[law]", "trainer.steps=1", "trainer.batch_size=512", "optim.lr=0")
+    options = ("order=[law]", "trainer.steps=1", "trainer.batch_size=2048", "optim.lr=0")
     start(small(*options), tmp_path / "run")
     assert "optim.lr=0: no step changes a weight" in caplog.messages
-    assert "Fewer rows than a batch (trainer.batch_size=512): law, of which" in caplog.text
+    assert "Fewer rows than a batch (trainer.batch_size=2048): law, of which" in caplog.text
 
     monkeypatch.setattr(build, "MAX_REPEATS", 0)
     for plan in ("false", "json"):

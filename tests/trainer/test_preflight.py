@@ -335,8 +335,10 @@ def test_other_ends_in_the_files_of_a_checkpoint_than_in_its_tokenizer_are_a_war
 
 def test_a_start_warns_of_other_ends_in_the_files_of_a_checkpoint(small_gpt2, tmp_path, caplog):
     tokenizer = train_small_tokenizer()
-    config = {"model_type": "llama", **SIZES, "max_position_embeddings": 64, "eos_token_id": 7}
-    folder = save_parts(tmp_path / "model", build_model(config, tokenizer, "causal", seed=0), tokenizer)
+    config = {"model_type": "llama", **SIZES, "max_position_embeddings": 64}
+    model = build_model(config, tokenizer, "causal", seed=0)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 7
+    folder = save_parts(tmp_path / "model", model, tokenizer)
     prepare_run(make_plan(small_gpt2(f"model.name_or_path={folder}")), RunDir(tmp_path / "run"))
     assert f"The files of {folder} stop at eos_token_id=" in caplog.text
 
