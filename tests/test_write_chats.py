@@ -192,10 +192,9 @@ def test_a_model_without_template_or_weights_is_refused(capsys, folder):
     assert "MODEL=model is invalid: it has no chat template" in refuse(capsys)
 
     (folder / "model" / "tokenizer.json").write_text("{")
-    message = (
-        "MODEL=model is invalid: its tokenizer.json is no JSON. Allowed: the whole file; copy or download"
-    )
-    assert message in refuse(capsys)
+    message = refuse(capsys)
+    assert "MODEL=model is invalid: its tokenizer.json is no JSON. Allowed: the whole file; copy" in message
+    assert message.count("Allowed") == 1
 
 
 def test_a_prompt_that_the_template_refuses_is_named(capsys, folder):
