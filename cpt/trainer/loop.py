@@ -88,7 +88,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     set_phase("tokenizing")
     with time_phase(start_seconds, "tokenise"):
         data = build.build_data(plan, machine, corpora, base, method)
-        if run.load_scores() is None:  # a run that an earlier version began goes on as it is
+        if run.load_scores() is None:  # a run that an earlier version began continues as it is
             build.check_row_repeats(data)
         data.replay_source = method.replay.open_source(
             run.path / "generated", module=method, data=data, corpora=corpora, base=base, seed=plan.run.seed
