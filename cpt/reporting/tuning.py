@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from pandas import DataFrame
 
 from cpt.core.messages import count_noun
@@ -43,6 +43,8 @@ from cpt.reporting.svg import add_spots
 from cpt.reporting.tex import escape, escape_number
 
 MAX_ACROSS = 3  # panels side by side
+MAX_LABELLED_RATIO = 100  # of a panel's ends, up to which 1, 2 and 5 of each decade have room
+MIN_WIDE_NUMBER = 10_000  # whose labels have room at whole decades only
 
 
 @dataclass(frozen=True)
@@ -355,6 +357,7 @@ def draw_search(axes: Axes, method: TunedMethod, key: str, *, best: Trial | None
     """The score of each trial over the values of a key, joined if it alone was searched."""
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
+    axes.tick_params(labelsize=7)
     positions = place_values(axes, method, key)
     scores = np.array([trial.score for trial in method.finished])
     by_position = np.argsort(positions, kind="stable")
@@ -395,6 +398,8 @@ def place_values(axes: Axes, method: TunedMethod, key: str) -> np.ndarray:
         if "log" in space:
             axes.set_xscale("log")
             label_logarithm(axes.xaxis, np.array([low, high]))
+            if high > MAX_LABELLED_RATIO * low or high >= MIN_WIDE_NUMBER:
+                axes.xaxis.set_major_locator(LogLocator())
     return np.array([float(value) for value in values])
 
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ import cpt.sweeps.launcher  # noqa: F401  (registers the sweeper)
 from cpt.core.preemption import GO_ON
 from cpt.data.corpora import Corpora
 from cpt.evaluation.finetune_tasks import FileTasks
+from cpt.reporting import tuning
 from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning
 from cpt.sweeps.jobs import PreemptedJob
 from cpt.sweeps.optuna import OptunaSweeper
@@ -539,6 +540,29 @@ def test_tex_shows_a_negative_number_with_a_minus_and_values_as_they_are(tmp_pat
     write_tuning([tuned], tmp_path / "tuning", "LC.perplexity", "minimize", 1)
     tex = (tmp_path / "tuning.tex").read_text()
     assert "mine & strength=1e-05 & " in tex and " & $-$0.2000 $\\pm$ 0.0000 \\\\" in tex
+
+
+@pytest.mark.parametrize("ends", ["50,5000", "500,50000", "1e-6,1e-4", "1,100000", "1e-7,1e-3"])
+def test_the_labels_below_a_search_do_not_touch(ends, monkeypatch):
+    figures = []
+    monkeypatch.setattr(tuning, "make_png", lambda figure, **options: figures.append(figure))
+    low, high = map(float, ends.split(","))
+    space = {"method.strength": f"tag(log,interval({ends}))"}
+    trials = [make_trial(0, low, 40.0), make_trial(1, high, 39.0)]
+    methods = []
+    for name in ("ewc", "kd", "si"):
+        methods.append(TunedMethod(name=name, space=space, default={}, trials=trials, runs=[]))
+    tuning.draw_searches(methods, metric="LC.perplexity", sign=1)
+
+    axes = figures[0].axes[0]
+    figures[0].canvas.draw()
+    boxes = []
+    for position, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True):
+        if low <= position <= high:
+            boxes.append(label.get_window_extent())
+    assert len(boxes) >= 2
+    for box, next_box in pairwise(boxes):
+        assert box.x1 + 3 < next_box.x0
 
 
 def test_a_mean_over_fewer_final_runs_than_planned_is_marked_and_its_method_named(tmp_path):
