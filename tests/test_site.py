@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import re
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -111,6 +112,11 @@ def texts(tmp_path_factory):
     return support.write_texts(tmp_path_factory.mktemp("support") / "texts")
 
 
+def without_losses(cell):
+    """A cell without the losses in its message, which depend on the processor."""
+    return re.sub(r"[\d.]+ nats", "… nats", cell) if isinstance(cell, str) else cell
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "family"),
@@ -122,7 +128,7 @@ def test_a_pair_is_what_the_table_of_models_says(row, family, texts, no_pictures
     families = [family] if family else list(cells)
     for name in families:
         cell = support.try_pair(row, name, texts=texts, cache=texts.parent / "cache", folder=tmp_path / name)
-        assert cell == cells[name]
+        assert without_losses(cell) == without_losses(cells[name])
 
 
 # A pair that is trained, and one that is refused.

@@ -106,15 +106,27 @@ RATES = {
     "10 % chats, rate 3e-4": [*METHODS["10 % chats"], "optim.lr=3e-4"],
     "migu, rate 3e-4": ["method=migu", "optim.lr=3e-4"],
     "wise_ft, rate 3e-4": ["method=wise_ft", "optim.lr=3e-4"],
+    "wise_ft, 10 % chats, rate 3e-4": [*METHODS["10 % chats"], "method=wise_ft", "optim.lr=3e-4"],
 }
 # The rows of one method over its rates, for the picture. Learning and change are 0 at a rate of 0.
 RATE_CURVES = {
     "ncl": ("ncl, rate 1e-5", "rate 3e-5", "ncl, rate 5e-5", "ncl", "ncl, rate 2e-4", "rate 3e-4"),
     "10 % chats": ("10 % chats, rate 3e-5", "10 % chats", "10 % chats, rate 3e-4"),
     "lora": ("lora", "lora, rate 1e-3"),
+    "wise_ft": ("wise_ft", "wise_ft, rate 3e-4"),
+    "migu": ("migu", "migu, rate 3e-4"),
 }
+ROWS = METHODS | RATES
+WISE_FT_WITH_CHATS = "wise_ft, 10 % chats, rate 3e-4"
 # Further seeds, and the opposite order, of the rows that the findings rest on.
-REPEATED = ("ncl", "10 % chats", "10 % each of past, general, chats", "lora", "kd")
+REPEATED = (
+    "ncl",
+    "10 % chats",
+    "10 % each of past, general, chats",
+    "lora",
+    "kd",
+    WISE_FT_WITH_CHATS,
+)
 OPPOSITE_ORDER = "order=[foldoc,kernel,debian,news]"
 REPEATS = {
     "seed 0": ["seed=0"],
@@ -155,11 +167,11 @@ def list_sweeps() -> Iterator[list[str]]:
     for overrides in METHODS.values():
         yield ["seed=0", *overrides]
     for name in REPEATED:
-        yield ["seed=1,2", *METHODS[name], *TERM_BENCHMARK]
+        yield ["seed=1,2", *ROWS[name], *TERM_BENCHMARK]
     for overrides in [*RATES.values(), *FACTORS.values()]:
         yield ["seed=0", *overrides]
     for name in REPEATED:
-        yield ["seed=0", OPPOSITE_ORDER, *METHODS[name], *TERM_BENCHMARK]
+        yield ["seed=0", OPPOSITE_ORDER, *ROWS[name], *TERM_BENCHMARK]
 
 
 def prepare_data(corpora: Path, root: Path, model: str) -> None:
@@ -553,10 +565,10 @@ def tabulate_at_equal_learning(runs_by_row: Mapping[str, MeasuredRun]) -> str:
 
 def draw_rates(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
     """Two panels over what was learned, chat and earlier domains: a line for each of RATE_CURVES, a point for
-    each of the other METHODS."""
+    each of the other METHODS and for WISE_FT_WITH_CHATS."""
     figure = make_figure((13, 5.5))
     panels = figure.subplots(1, 2)
-    on_curves = set(chain.from_iterable(RATE_CURVES.values()))
+    points_shown = {*METHODS, WISE_FT_WITH_CHATS} - set(chain.from_iterable(RATE_CURVES.values()))
     for axes, outcome in zip(panels, ("chat", "forgot"), strict=True):
         for number, curve in enumerate(RATE_CURVES):
             points = trace_curve(runs_by_row, curve, outcome)
@@ -566,7 +578,7 @@ def draw_rates(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
         for number, (name, run) in enumerate(runs_by_row.items()):
             learned = CHANGES["learned"](run)
             change = CHANGES[outcome](run)
-            if name in METHODS and name not in on_curves and learned is not None and change is not None:
+            if name in points_shown and learned is not None and change is not None:
                 style = series_style(number)
                 axes.plot(
                     learned.mean,
@@ -594,7 +606,7 @@ def collect_repeats(runs: Runs) -> Repeats:
     for name in REPEATED:
         runs_of_row = {}
         for repeat_name, repeat in REPEATS.items():
-            run = find_run(runs, METHODS[name], repeat=repeat)
+            run = find_run(runs, ROWS[name], repeat=repeat)
             if run is not None:
                 runs_of_row[repeat_name] = run
         if len(runs_of_row) > 1:
@@ -609,7 +621,7 @@ def tabulate_repeats(repeats: Repeats) -> str:
         row = [name, str(len(runs))]
         for measure_name, measure in REPEAT_MEASURES.items():
             changes = [change.mean for change in map(measure, runs.values()) if change is not None]
-            show = format_signed if measure_name in CHANGES else "{:.1f}".format
+            show = format_signed if measure_name in CHANGES else format_tenths
             row.append(format_spread(changes, show))
         cells.append(row)
     head = ["run", "runs", *REPEAT_MEASURES]
@@ -618,6 +630,11 @@ def tabulate_repeats(repeats: Repeats) -> str:
         "the accuracy on the definitions of the last domain, in points."
     ]
     return markdown(Block(title="Seeds and orders", lines=lines, head=head, cells=cells), picture="")
+
+
+def format_tenths(value: float) -> str:
+    """`−1.6`."""
+    return f"{value:.1f}".replace("-", "−")
 
 
 def format_spread(values: Sequence[float], show: Callable[[float], str]) -> str:
