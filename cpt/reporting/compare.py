@@ -19,6 +19,7 @@ from cpt.reporting.formats import (
     MISSING,
     Format,
     format_decimals,
+    format_deviation,
     format_interval,
     format_or_dash,
     format_percent,
@@ -64,7 +65,7 @@ def format_spread(spread: Spread | None, format_value: Format, *, with_interval:
         return MISSING
     text = format_value(spread.mean)
     if not math.isnan(spread.sd):
-        text += f" ± {format_value(spread.sd)}"
+        text += f" ± {format_deviation(spread.sd, spread.mean, format_value)}"
     if with_interval:
         text += format_interval(spread.low, spread.high, format_value)
     if spread.n < spread.num_runs:

@@ -19,13 +19,16 @@ Format = Callable[[float], str]  # a negative value that rounds to zero has no s
 def format_perplexity(value: float) -> str:
     """A perplexity, or a difference of two, in as many digits as one reads."""
     size = abs(value)
-    if size < 100:
-        return f"{value:z.2f}"
-    if size < 1000:
-        return f"{value:.1f}"
     if size < 1e6:
-        return f"{value:,.0f}"
+        return f"{value:z,.{count_decimals(size)}f}"
     return f"{value:.1e}"
+
+
+def count_decimals(perplexity: float) -> int:
+    """The decimals with which a perplexity is written."""
+    if perplexity < 100:
+        return 2
+    return 1 if perplexity < 1000 else 0
 
 
 def format_decimals(value: float) -> str:
@@ -66,6 +69,14 @@ def format_or_dash(value: float | None, format_value: Format) -> str:
     if value is None or isnan(value):
         return MISSING
     return format_value(value)
+
+
+def format_deviation(deviation: float, mean: float, format_value: Format) -> str:
+    """A standard deviation with as many decimals as its mean: 4.5 of 568.9, where format_perplexity writes
+    4.45."""
+    if format_value is format_perplexity and abs(mean) < 1e6:
+        return f"{deviation:,.{count_decimals(abs(mean))}f}"
+    return format_value(deviation)
 
 
 def format_interval(low: float | None, high: float | None, format_value: Format) -> str:

@@ -18,7 +18,14 @@ from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
 from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL
 from cpt.reporting.contrasts import find_contrasts, find_group_values, find_spreads, is_ranked
-from cpt.reporting.formats import MAX_LISTED, Format, format_percent, format_perplexity, strip_controls
+from cpt.reporting.formats import (
+    MAX_LISTED,
+    Format,
+    format_deviation,
+    format_percent,
+    format_perplexity,
+    strip_controls,
+)
 from cpt.reporting.frames import find_matrices
 from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.measures import BRIEF_KEYS, MEASURES, ComparedMeasure
@@ -247,7 +254,7 @@ def format_tex_mean(row: Mapping[str, Any], measure: ComparedMeasure, *, is_best
     """`53.10 ± 0.30` as TeX, from a row of a frame; marks are of significant differences."""
     text = measure.format_value(row["mean"])
     if not np.isnan(row["sd"]):
-        text += f" ± {measure.format_value(row['sd'])}"
+        text += f" ± {format_deviation(row['sd'], row['mean'], measure.format_value)}"
     text = escape_number(text)
     if is_best:
         text = f"\\textbf{{{text}}}"

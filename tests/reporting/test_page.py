@@ -3,20 +3,25 @@
 import base64
 import hashlib
 import json
+import math
 import random
 import re
 from html import unescape
 
 import pytest
 
+from cpt.reporting.compare import format_spread
+from cpt.reporting.contrasts import Spread
 from cpt.reporting.formats import (
     format_decimals,
+    format_deviation,
     format_percent,
     format_perplexity,
     format_thousandths,
     strip_controls,
 )
 from cpt.reporting.page import Block, align_columns, group_topics, markdown, render_inline, write_page
+from cpt.reporting.tex import MEASURES_BY_KEY, format_tex_mean
 
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
 NAMES += ["a\\|b", "ends with \\", "=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "＝1+1"]
@@ -42,6 +47,26 @@ def test_a_negative_number_that_rounds_to_zero_has_no_minus():
     )
     assert format_percent(value / 100) == "0.00"
     assert (format_decimals(-0.1), format_thousandths(-0.001)) == ("-0.1000", "−0.001")
+
+
+@pytest.mark.parametrize(("mean", "deviation", "text"), [
+    (53.1, 0.304, "0.30"),
+    (568.9, 4.449, "4.4"),
+    (14218, 87.31, "87"),
+    (2e6, 87.31, "87.31"),
+])  # fmt: skip
+def test_a_deviation_has_the_decimals_of_its_mean(mean, deviation, text):
+    assert format_deviation(deviation, mean, format_perplexity) == text
+    assert format_deviation(0.00304, 5.689, format_percent) == "0.30"
+
+
+def test_tables_write_a_deviation_with_the_decimals_of_its_mean():
+    spread = Spread(n=2, num_runs=2, mean=568.9, sd=4.449, low=math.nan, high=math.nan)
+    assert format_spread(spread, format_perplexity) == "568.9 ± 4.4"
+
+    measure = MEASURES_BY_KEY["LC/perplexity"]
+    row = {"mean": 568.9, "sd": 4.449, "n": 2, "p_holm": 1.0, "p_t_holm": 1.0}
+    assert format_tex_mean(row, measure, is_best=False, num_runs=2) == "568.9 $\\pm$ 4.4"
 
 
 def test_the_page_runs_its_own_script_alone_and_its_tables_can_be_filtered(tmp_path):
