@@ -54,7 +54,7 @@ def call(*arguments, cwd, program=(str(ROOT / "run.py"),), stdout=subprocess.PIP
 
 
 @pytest.mark.parametrize("arguments", CANNOT)
-def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(arguments, tmp_path):
+def test_what_cannot_be_composed_is_reported_in_one_line_and_leaves_nothing(arguments, tmp_path):
     (tmp_path / "mine/method").mkdir(parents=True)
     (tmp_path / "mine/method/mine.yaml").write_text("name: mine\n_target_: [\n")
     process = run_script(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
@@ -112,7 +112,7 @@ def test_a_flag_between_options_is_named():
 
 
 @pytest.mark.parametrize("program", ["cpt", "cpt.status"])
-def test_a_working_folder_that_is_gone_is_told(program, tmp_path):
+def test_a_working_folder_that_is_gone_is_reported(program, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     line = f"rmdir {folder}; {sys.executable} -m {program} x"
@@ -125,7 +125,7 @@ def test_a_working_folder_that_is_gone_is_told(program, tmp_path):
     assert "Traceback" not in process.stderr
 
 
-def test_a_working_folder_whose_name_would_be_replaced_is_told(tmp_path):
+def test_a_working_folder_whose_name_would_be_replaced_is_reported(tmp_path):
     folder = tmp_path / "${now:%Y}"
     folder.mkdir()
     process = call("trainer.steps=1", cwd=folder)

@@ -218,8 +218,8 @@ def test_models_that_do_not_go_together_are_refused_in_one_line(tmp_path, base, 
         graft.Graft.plan(
             RunDir(tmp_path / "run"), instruct=str(tuned), base=str(tmp_path / "absent"), weight=1.0
         )
+    (tmp_path / "graft").mkdir()
     with pytest.raises(ValueError, match="--weight=1e\\+39 is invalid: .* is not finite in torch.float32"):
-        (tmp_path / "graft").mkdir()
         plan_graft(tmp_path, base, tuned, weight=1e39).write(tmp_path / "graft")
 
     run = RunDir(tmp_path / "run")

@@ -101,7 +101,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("option", WRONG)
-def test_what_cannot_be_used_is_told_in_one_line_and_leaves_nothing(option, base, corpus, tmp_path, capsys):
+def test_what_cannot_be_used_is_reported_in_one_line_and_leaves_nothing(
+    option, base, corpus, tmp_path, capsys
+):
     output = tmp_path / "more"
     arguments = [corpus, "--base", base, "--output", output, "--column=body", "--ignore=*.bin", option]
     with pytest.raises(SystemExit) as exit_error:
@@ -112,7 +114,7 @@ def test_what_cannot_be_used_is_told_in_one_line_and_leaves_nothing(option, base
     assert not output.exists()
 
 
-def test_a_corpus_that_is_missing_and_a_tokenizer_without_pieces_are_told(base, corpus, tmp_path, capsys):
+def test_a_corpus_that_is_missing_and_a_tokenizer_without_pieces_are_reported(base, corpus, tmp_path, capsys):
     word_level().save_pretrained(tmp_path / "words")
     for folder, name in ((tmp_path / "none", base), (corpus, tmp_path / "words")):
         with pytest.raises(SystemExit):

@@ -17,7 +17,7 @@ def rows(folder, task):
 
 @pytest.mark.parametrize("seq2seq", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2seq, tmp_path):
+def test_the_tokens_of_every_style_are_ours_and_what_differs_is_reported(style, seq2seq, tmp_path):
     task_encoder = encoder(STYLES[style](), seq2seq=seq2seq)
     examples = make_examples(20)
     texts = HarnessTexts(task_encoder)

@@ -154,7 +154,7 @@ def test_a_large_artifact_is_checked_by_size_and_in_full_if_wanted(artifact, mon
     check_all.set(False)
 
 
-def test_a_full_disk_is_told_with_the_path(tmp_path):
+def test_a_full_disk_is_reported_with_the_path(tmp_path):
     def fill(partial):
         with open("/dev/full", "wb", buffering=0) as file:  # whose write knows no name
             file.write(b"a")
@@ -188,7 +188,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(artifact, tmp_path, monkeypat
     assert events[folder_renamed + 1 :] == [str(folder.parent)]
 
 
-def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_line(tmp_path):
+def test_an_archive_of_losses_by_document_with_any_byte_changed_is_reported_in_a_line(tmp_path):
     archive = documents_file(tmp_path, 0)
     archive.parent.mkdir()
     np.savez(archive, law=np.ones((2, 3)))
@@ -277,7 +277,7 @@ def test_two_users_of_one_group_share_a_cache_under_umask_002(open_cache):
 
 @needs_root
 @pytest.mark.parametrize("closed", ["first", CHECKSUMS, "."])
-def test_what_may_not_be_read_is_told_with_cache_dir_and_is_no_damage(open_cache, closed):
+def test_what_may_not_be_read_is_reported_with_cache_dir_and_is_no_damage(open_cache, closed):
     folder = open_cache / "packed" / "a-0123456789abcdef"
     cache.make_once(folder, make=lambda partial: (partial / "first").write_text("whole"))
     end_uses()

@@ -99,7 +99,7 @@ MODULES = {  # by name, with its source and what is said of its import
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("load", [load_target, partial(options_class, section="method")])
-def test_a_module_that_cannot_be_imported_is_told_with_the_cause(load, name, tmp_path, monkeypatch):
+def test_a_module_that_cannot_be_imported_is_reported_with_the_cause(load, name, tmp_path, monkeypatch):
     source, reason = MODULES[name]
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -123,6 +123,6 @@ def test_a_module_that_raises_is_imported_once(tmp_path, monkeypatch, capsys):
         ("json.tool", "a module"),
     ],
 )
-def test_a_target_that_is_no_class_is_told_with_the_cause(target, reason):
+def test_a_target_that_is_no_class_is_reported_with_the_cause(target, reason):
     with pytest.raises(ValueError, match=f"_target_={target} is invalid: {reason}"):
         load_target(target)

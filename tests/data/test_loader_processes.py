@@ -52,7 +52,7 @@ def load(tmp_path, *, fault="pass", before="prepare_loader_processes()", context
     ("fault", "context"),
     [("os._exit(0)", "fork"), ("os._exit(3)", "spawn"), ("os.kill(os.getpid(), signal.SIGSEGV)", "fork")],
 )
-def test_a_loader_process_that_ends_is_told_in_a_line(tmp_path, fault, context):
+def test_a_loader_process_that_ends_is_reported_in_a_line(tmp_path, fault, context):
     process = load(tmp_path, fault=fault, context=context)
     assert process.returncode == 1
     assert "cpt: a loader process ended (DataLoader worker" in process.stderr.splitlines()[-1]
@@ -60,7 +60,7 @@ def test_a_loader_process_that_ends_is_told_in_a_line(tmp_path, fault, context):
 
 
 @pytest.mark.slow
-def test_a_killed_loader_process_is_told_as_want_of_memory(tmp_path):
+def test_a_killed_loader_process_is_reported_as_want_of_memory(tmp_path):
     process = load(tmp_path, fault="os.kill(os.getpid(), signal.SIGKILL)")
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1].startswith("cpt: out of memory (DataLoader")
@@ -86,7 +86,7 @@ def test_loader_processes_work_below_a_long_temporary_folder(tmp_path, context):
 
 
 @pytest.mark.slow
-def test_without_a_short_folder_the_error_of_the_socket_is_told(tmp_path):
+def test_without_a_short_folder_the_error_of_the_socket_is_reported(tmp_path):
     folder = tmp_path / ("x" * 90)
     folder.mkdir()
     process = load(tmp_path, before="pass", TMPDIR=str(folder))

@@ -404,7 +404,7 @@ def test_the_stages_of_a_run_have_their_sources():
     assert batch["part_counts"][0].tolist() == [4, 2, 0, 2]
 
 
-def test_held_out_chats_that_a_source_trains_on_are_told(tmp_path, caplog):
+def test_held_out_chats_that_a_source_trains_on_are_reported(tmp_path, caplog):
     def make_row(question, answer):
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return json.dumps({"messages": turns}) + "\n"

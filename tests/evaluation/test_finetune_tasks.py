@@ -89,7 +89,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("split", "examples", "message"), WRONG)
-def test_wrong_examples_are_told(root, split, examples, message):
+def test_wrong_examples_are_reported(root, split, examples, message):
     write(root / "endtasks" / "law" / f"{split}.jsonl", examples)
     with pytest.raises(ValueError, match=message):
         plan(root).source.task("law")

@@ -201,7 +201,7 @@ def test_chats_are_encoded_as_the_template_renders_them_and_the_shipped_ones_may
         encode_held_out_chats(options(str(tmp_path / "tools.jsonl")), tokenizer, length=1024)
 
 
-def test_why_shipped_chats_are_skipped_is_told(caplog):
+def test_why_shipped_chats_are_skipped_is_reported(caplog):
     caplog.set_level("INFO", logger="cpt")
     tokenizer = chat_tokenizer("gpt2", CHATML, eos="<|im_end|>")
     num_chats = len(read_chats(options()))

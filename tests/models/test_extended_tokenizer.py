@@ -153,7 +153,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("complaint", MISFITS)
-def test_a_tokenizer_that_does_not_fit_is_told_with_what_differs(complaint):
+def test_a_tokenizer_that_does_not_fit_is_reported_with_what_differs(complaint):
     tokenizer = rebuild_tokenizer(bare_tokenizer(), MISFITS[complaint])
     with pytest.raises(ValueError) as raised:
         check_fit(tokenizer, bare_tokenizer(), name="y", checkpoint="x")

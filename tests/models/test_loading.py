@@ -173,9 +173,10 @@ def test_every_other_family_grows_or_is_refused(name):
             MODES[mode](model)
         except ValueError as error:
             assert re.search("can not be grown exactly, only that of|can not be grown: ", str(error))
-            assert mode not in ("neurons", "layers") or name == "bloom"
+            assert mode not in ("neurons", "layers") or name == "bloom"  # the one that grows in neither
             continue
-        assert (outputs(model) - before).abs().max() < 1e-5 or mode in ("layers", "all")
+        if mode not in ("layers", "all"):  # these are exact in some families only
+            assert (outputs(model) - before).abs().max() < 1e-5
 
 
 ADDED = ["contract", "pasta", "section"]

@@ -78,7 +78,7 @@ def test_an_adapter_with_other_options_than_its_weights_is_refused(adapted):
         ("adapter_model.safetensors", None),
     ],
 )
-def test_a_damaged_adapter_is_told_before_texts_are_read(name, content, adapted):
+def test_a_damaged_adapter_is_reported_before_texts_are_read(name, content, adapted):
     adapter = adapted / "adapters" / "law"
     (adapter / name).unlink()
     if content is not None:

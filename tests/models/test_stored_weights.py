@@ -318,7 +318,7 @@ def refusal_of_files(folder) -> str:
         ('{"metadata": {', "no JSON"),
     ],
 )
-def test_a_damaged_index_is_told(index, reason, tmp_path):
+def test_a_damaged_index_is_reported(index, reason, tmp_path):
     checkpoint_of("qwen2", tmp_path, "shards.safetensors")
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(index)
@@ -326,14 +326,14 @@ def test_a_damaged_index_is_told(index, reason, tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"PK\3\4cut", b"version https://git-lfs.github.com/spec/v1\n", b""])
-def test_a_damaged_pickle_is_told(data, tmp_path):
+def test_a_damaged_pickle_is_reported(data, tmp_path):
     checkpoint_of("qwen2", tmp_path, "pytorch_model.bin")
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(data)
     assert f"{path} is truncated or damaged" in refusal_of_files(tmp_path)
 
 
-def test_a_link_to_nothing_and_a_missing_shard_are_told(tmp_path):
+def test_a_link_to_nothing_and_a_missing_shard_are_reported(tmp_path):
     checkpoint_of("qwen2", tmp_path, "shards.safetensors")
     shard = tmp_path / "model-00002-of-00002.safetensors"
     shard.unlink()
@@ -424,7 +424,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
     assert message in refusal(tmp_path)
 
 
-def test_of_a_class_of_transformers_the_code_of_its_authors_is_not_named_in_an_export(tmp_path, caplog):
+def test_an_export_of_a_class_of_transformers_names_no_custom_code(tmp_path, caplog):
     checkpoint_of("qwen2", tmp_path, "model.safetensors")
     edit_config(tmp_path, auto_map={"AutoModelForCausalLM": "ours.Ours"})
     caplog.set_level("INFO")

@@ -37,7 +37,7 @@ def test_a_file_that_the_class_of_a_tokenizer_does_not_take_is_named(file, conte
     assert message.partition(" Allowed: ")[2].startswith(allowed) and message.count("Allowed") == 1
 
 
-def test_what_the_files_do_not_tell_is_told_in_the_words_of_the_class(tmp_path):
+def test_what_the_files_do_not_tell_is_reported_in_the_words_of_the_class(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
     with pytest.raises(Exception, match="."):
         load_tokenizer(tmp_path / "none")

@@ -96,13 +96,16 @@ def test_joint_sees_all_domains_at_once_and_one_starts_from_the_base(finished_ru
 def test_a_checkpoint_or_a_run_is_the_base_of_another(finished_run, small, small_gpt2, start, tmp_path):
     other_run = tmp_path / "other"
     start(small(ORDER, "seed=1"), other_run)
+
+    # The exported model as a checkpoint.
     options = ["order=[space]", "trainer.steps=1", f"model.name_or_path={finished_run / 'model'}"]
     start(small(*options), tmp_path / "model")
     assert read_scores(tmp_path / "model")["nll"][0][-1] == read_scores(finished_run)["nll"][-1][-1]
+
+    # The run itself, which then must not change.
     further = small("order=[space]", "method=ewc", f"init_from={finished_run}")
     start(further, tmp_path / "second")
     first = scores_of(finished_run)
-
     second = scores_of(tmp_path / "second")
     assert second.matrix[0, -1] == pytest.approx(first.matrix[-1, -1], abs=1e-6)
     assert second.run["model"] == f"{first.run['model']} from run" and second.run["method"] == "ewc"
@@ -110,11 +113,11 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(finished_run, small, small
     with pytest.raises(ValueError, match=r"with other contents \(model.safetensors"):
         start(small("order=[space]", "method=ewc", f"init_from={other_run}"), tmp_path / "second")
 
+    # Not a run of another objective, of no folder, or with damaged weights.
     with pytest.raises(ValueError, match="causal"):
         start(small_gpt2(ORDER, f"init_from={finished_run}"), tmp_path / "run")
     with pytest.raises(ValueError, match="is invalid: no finished run"):
         start(small("init_from=no"), tmp_path / "run")
-
     shutil.copytree(finished_run, tmp_path / "damaged")
     weights = tmp_path / "damaged" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")

@@ -19,11 +19,11 @@ def run_few(names: Iterable[Any], always_run: Collection[Any]) -> list:
 # Tests that only `pytest -m campaign` runs, one a line: file and test without test_, and a regular expression
 # for the names of rows. Without an expression all rows of the test are meant.
 TABLE = r"""
-loader_processes a_loader_process_that_ends_is_told_in_a_line os._exit\(3\)-spawn|os.kill.*
+loader_processes a_loader_process_that_ends_is_reported_in_a_line os._exit\(3\)-spawn|os.kill.*
 loader_processes a_batch_that_cannot_be_sent_ends_the_run_instead_of_being_waited_for spawn
 loader_processes loader_processes_work_below_a_long_temporary_folder
-loader_processes without_a_short_folder_the_error_of_the_socket_is_told
-loader_processes a_killed_loader_process_is_told_as_want_of_memory
+loader_processes without_a_short_folder_the_error_of_the_socket_is_reported
+loader_processes a_killed_loader_process_is_reported_as_want_of_memory
 slurm signals_of_scheduler_and_launcher_are_one_to_a_job variables1.*
 dry_run a_matched_run_takes_the_operations_of_ncl lora
 dry_run bytes_steps_and_tokens_are_those_of_the_run method=ewc.*

@@ -84,7 +84,7 @@ def test_text_that_only_looks_changed_goes_on_and_texts_may_move(
     assert read_scores(tmp_path / "run") == scores
 
 
-def test_new_and_vanished_domains_are_told_by_name(run, config, start, killing, texts, corpora, tmp_path):
+def test_new_and_vanished_domains_are_reported_by_name(run, config, start, killing, texts, corpora, tmp_path):
     folder = tmp_path / "run"
     start_and_kill(start, killing, config("order=0"), folder, step=1, domain="law")
     shutil.copytree(corpora / "space", texts / "art")  # the first by name: not one more at the end
@@ -98,7 +98,7 @@ def test_new_and_vanished_domains_are_told_by_name(run, config, start, killing, 
         run("order=0")
 
 
-def test_a_checkpoint_that_changed_is_told_by_its_file(run, config, killing, tmp_path, small, start):
+def test_a_checkpoint_that_changed_is_reported_by_its_file(run, config, killing, tmp_path, small, start):
     start(small("order=[law]", "trainer.steps=1"), tmp_path / "first")
     base = tmp_path / "first" / "model"
     options = [ORDER, f"model.name_or_path={base}"]
@@ -115,7 +115,7 @@ def test_a_checkpoint_that_changed_is_told_by_its_file(run, config, killing, tmp
     assert run(*options) == scores
 
 
-def test_text_that_changes_while_it_is_read_is_told(
+def test_text_that_changes_while_it_is_read_is_reported(
     run, config, start, killing, texts, tmp_path, monkeypatch
 ):
     def slowly(*arguments, **options):

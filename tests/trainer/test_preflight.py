@@ -54,7 +54,7 @@ def unread(monkeypatch, start, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "option"), WRONG_OF_SIZES)
-def test_what_only_the_libraries_know_is_told_before_any_text_is_read(size, option, request, unread):
+def test_what_only_the_libraries_know_is_reported_before_any_text_is_read(size, option, request, unread):
     words = [option] if "{" in option else option.split()
     message = unread(request.getfixturevalue(size)(*words))
     assert is_refused(option, message), message
@@ -110,7 +110,7 @@ def checkpoint(tmp_path):
     return save_parts(tmp_path / "checkpoint", build_model(config, tokenizer, "masked", seed=0), tokenizer)
 
 
-def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small, unread, tmp_path):
+def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_reported(checkpoint, small, unread, tmp_path):
     option = f"model.name_or_path={checkpoint}"
     intact_checkpoint = shutil.copytree(checkpoint, tmp_path / "whole")
     config = (intact_checkpoint / "config.json").read_bytes()
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
         ("config.json", {"temperature": 0.5, "num_beams": 3}, None),
     ],
 )
-def test_what_transformers_loads_and_does_not_save_is_told(
+def test_what_transformers_loads_and_does_not_save_is_reported(
     file, changes, named, small_gpt2, unread, tmp_path
 ):
     tokenizer = train_tokenizer(iter(["the court finds that"] * 5), vocabulary=300, objective="causal")
@@ -217,7 +217,7 @@ def test_a_head_that_is_stored_apart_has_a_rate_of_its_own(small_gpt2, unread, t
     assert "model.embed_tokens.weight = lm_head.weight has 0.1 by embeddings" in message
 
 
-def test_a_place_of_the_export_that_cannot_be_written_is_told(small, unread, tmp_path, monkeypatch):
+def test_a_place_of_the_export_that_cannot_be_written_is_reported(small, unread, tmp_path, monkeypatch):
     model = tmp_path / "run" / "model"
     model.parent.mkdir()
     model.symlink_to(tmp_path / "unmounted")
@@ -305,7 +305,7 @@ def test_a_new_model_that_attends_to_both_sides_has_no_causal_objective(small_gp
     assert message.startswith("model.config is invalid: the tokens of a llama with is_causal=false see those")
 
 
-def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, unread):
+def test_a_tokenizer_without_a_token_that_is_needed_is_reported(checkpoint, small, unread):
     cfg = small(f"model.name_or_path={checkpoint}", "model.resize=true")
     lacks = {"a mask": {"eos_token": "</s>"}, "a token to separate": {"mask_token": "<mask>"}}
     for complaint, tokens in lacks.items():
@@ -437,7 +437,7 @@ def read_complaint(read) -> str:
 
 
 @pytest.mark.parametrize("options", AT_ONCE)
-def test_a_wrong_value_is_told_with_what_is_allowed(options, composed):
+def test_a_wrong_value_is_reported_with_what_is_allowed(options, composed):
     words = [word.replace("=(", "='('") for word in options.split()]  # as on a command line
     message = read_complaint(lambda: make_plan(composed(*words)))
     assert is_refused(options, message), message

@@ -293,7 +293,7 @@ def test_without_hard_links_the_stage_stays_as_it_is(tmp_path, monkeypatch, capl
     assert f"Keeping the weights of {model} and of {path}: no hard links here" in caplog.text
 
 
-def test_damage_is_told(mesh, tmp_path):
+def test_a_damaged_or_missing_file_of_shards_is_refused_and_reported(mesh, tmp_path):
     stage = RunDir(tmp_path).stage_path(1)
     save_stage(Method(1).share_out(mesh), stage)
     assert not [line for line in find_damage_in_run(tmp_path) if "shards" in line]

@@ -164,11 +164,12 @@ def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(gpus, batch, parts, 
     assert choose_devices(make_plan(small(*batches, "strategy=single")).trainer) == (1, "auto")
 
 
-def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatch):
-    start(small(ONE, "trainer.steps=1"), tmp_path / "base")  # which makes the base, as ever
-    monkeypatch.setattr(
-        check_model, "try_model", lambda *arguments, **options: None
-    )  # before `auto` is resolved
+def test_a_cpu_in_16_bits_trains_with_eager_attention_and_the_scores_say_it(
+    small, start, tmp_path, monkeypatch
+):
+    start(small(ONE, "trainer.steps=1"), tmp_path / "base")  # pre-trains the base, before sdpa is replaced
+    # The trial of the model comes before `auto` is resolved: it has the default of the model.
+    monkeypatch.setattr(check_model, "try_model", lambda *arguments, **options: None)
     torch_attention = torch.nn.functional.scaled_dot_product_attention
 
     def attend(*arguments, **options):

@@ -273,7 +273,7 @@ def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path):
         ('id,"text\n1,One.\n', "lines 1 to 2"),
     ],
 )
-def test_quotes_that_no_table_has_are_told_with_their_lines(content, lines, tmp_path):
+def test_quotes_that_no_table_has_are_reported_with_their_lines(content, lines, tmp_path):
     write(tmp_path / "a" / "x.csv", content)
     with pytest.raises(
         ValueError, match=f"x.csv, {lines} cannot be read as a row .* Allowed: texts with del"

@@ -337,7 +337,7 @@ def test_data_files_of_another_form_are_refused_at_once(data_files):
         ({"state.json": "[1]", "dataset_info.json": "{}"}, "TypeError: list indices"),
     ],
 )
-def test_a_data_set_that_the_library_does_not_read_is_told_in_a_line(files, reason, streaming, tmp_path):
+def test_a_data_set_that_the_library_does_not_read_is_reported_in_a_line(files, reason, streaming, tmp_path):
     """Its errors are of many classes; those of streamed rows are not wrapped."""
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
