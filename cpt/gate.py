@@ -198,7 +198,8 @@ class Judgement:
 
     @property
     def failures(self) -> list[str]:
-        """What keeps the run from passing; of some of it the evidence is inconclusive."""
+        """What keeps the run from passing: bounds that are exceeded, and those for which the evidence is
+        inconclusive."""
         failures = list(self.damage)
         for change in self.changes:
             if change.verdict not in PASSES:

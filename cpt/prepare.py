@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, for domains.root")
     options = parser.parse_args(arguments)
     try:
-        texts = prepare(options)
+        texts = prepare_texts(options)
     except (ValueError, OSError) as error:
         print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -189,8 +189,9 @@ def main(arguments: Sequence[str]) -> int:
     return int(has_failed)
 
 
-def prepare(options: argparse.Namespace) -> list[PreparedText]:
-    """Raises ValueError for folders that cannot be read or written."""
+def prepare_texts(options: argparse.Namespace) -> list[PreparedText]:
+    """Writes the texts of the folder RELEASED into OUT, in the form that cpt reads; returns what was written.
+    Raises ValueError for folders that cannot be read or written."""
     released = options.released.resolve()
     out = options.out.resolve()
     if not released.is_dir():

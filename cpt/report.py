@@ -30,6 +30,7 @@ from cpt.reporting.tex import write_tables
 BASELINE = "ncl"
 LC_COLUMNS = 8  # of the differences in a console: up to those of LC
 RUN_PAGE = "report.html"
+COMPARISON = "comparison"  # the name of its own pictures
 MAX_NAME = 80  # characters of a file's name that say which runs are in it
 
 
@@ -302,7 +303,7 @@ def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], 
     for section in sections:
         if len(section.runs) > 1:
             comparison += comparison_figures.build_figures(section)
-    pages["comparison"] = comparison
+    pages[COMPARISON] = comparison
 
     for stem, page in pages.items():
         pictures = [block for block in page if block.picture]
@@ -312,15 +313,16 @@ def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], 
 
 
 def distinct_names(runs: Sequence[MeasuredRun]) -> list[str]:
-    """The names of the runs' folders; where two have one name, with the folders above them, and a number."""
+    """The names of the runs' folders; where two have one name, or one that of the comparison's pictures, all
+    with the folders above them, and a number if this is still not distinct."""
     folders = [run.folder.resolve() for run in runs]
     names = [folder.name for folder in folders]
-    if len({*names, "comparison"}) > len(names):
+    if COMPARISON not in names and len(set(names)) == len(names):
         return names
 
     common = os.path.commonpath([folder.parent for folder in folders])
     names = []
-    num_uses = Counter(["comparison"])  # the name of the comparison's own pictures
+    num_uses = Counter([COMPARISON])
     for folder in folders:
         name = "_".join(folder.relative_to(common).parts)
         num_uses[name] += 1

@@ -153,10 +153,10 @@ def find_entrance(sublayer: SubLayer) -> Projection:
 def scope_of(adapters: dict[str, Bottleneck]) -> Scope:
     """The parameters and linear layers of adapters by name."""
     names = []
-    maps = []
+    projections = []
     for name, adapter in adapters.items():
         names += [f"{name}.{key}" for key, _ in adapter.named_parameters()]
         for key, layer in (("down", adapter.down), ("up", adapter.up)):
             all_features = torch.arange(layer.out_features)  # one segment: all output features
-            maps.append(Projection(f"{name}.{key}", module=layer, axis=0, segments=(all_features,)))
-    return Scope(tuple(names), tuple(maps))
+            projections.append(Projection(f"{name}.{key}", module=layer, axis=0, segments=(all_features,)))
+    return Scope(tuple(names), tuple(projections))

@@ -34,7 +34,7 @@ class Scope:
     """What of a model is trained: the names of its parameters, and the linear layers among them."""
 
     names: tuple[str, ...]
-    maps: tuple[Projection, ...]
+    projections: tuple[Projection, ...]
 
     def others(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters of a model outside of the scope."""

@@ -99,7 +99,7 @@ class Expert(nn.Module):
 
     def __init__(self, ffn_layers: Sequence[Projection]) -> None:
         super().__init__()
-        self.maps = cast(list[nn.Module], nn.ModuleList())
+        self.maps = cast(list[nn.Module], nn.ModuleList())  # the name of the layers in stored files
         self.text_rows = cast(list[TextRowsOutput], nn.ModuleList(TextRowsOutput() for _ in ffn_layers))
         for like in ffn_layers:
             with torch.device("meta"):
@@ -366,7 +366,7 @@ def attach_mixtures(
         model.get_submodule(name).add_module(MIXTURE, mixture)
         for count in groups:
             mixture.grow(count)
-    return extend_to_newest(model, Scope(names=(), maps=()))
+    return extend_to_newest(model, Scope(names=(), projections=()))
 
 
 def scope_outside_ffns(model: PreTrainedModel, blocks: Sequence[str]) -> Scope:
@@ -376,38 +376,38 @@ def scope_outside_ffns(model: PreTrainedModel, blocks: Sequence[str]) -> Scope:
         if ffn.name in blocks:
             excluded |= {projection.name for projection in ffn.projections}
     names = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in excluded]
-    maps = [projection for projection in find_projections(model) if projection.name not in excluded]
-    return Scope(tuple(names), tuple(maps))
+    projections = [projection for projection in find_projections(model) if projection.name not in excluded]
+    return Scope(tuple(names), tuple(projections))
 
 
 def extend_to_newest(model: nn.Module, scope: Scope) -> Scope:
     """A scope extended by the newest experts and their router rows; of mixtures without any, by expert 0."""
-    maps: list[Projection] = []
+    projections: list[Projection] = []
     parameters: set[int] = set()
     for name, mixture in find_mixtures(model).items():
         if mixture.groups:
-            maps += list_newest_layers(name, mixture)
+            projections += list_newest_layers(name, mixture)
             parameters.add(id(mixture.groups[-1].router))
         else:
-            maps += mixture.ffn_layers
-    for projection in maps:
+            projections += mixture.ffn_layers
+    for projection in projections:
         parameters |= {id(parameter) for parameter in projection.module.parameters()}
     # In the model's order, as in the optimizer's state.
     names = [name for name, parameter in model.named_parameters() if id(parameter) in parameters]
-    return Scope((*scope.names, *names), (*scope.maps, *maps))
+    return Scope((*scope.names, *names), (*scope.projections, *projections))
 
 
 def list_newest_layers(name: str, mixture: MoELayer) -> list[Projection]:
     """The linear layers of the newest experts of a mixture of this name."""
     last = len(mixture.groups) - 1
-    maps = []
+    projections = []
     for number, expert in enumerate(mixture.groups[last].experts):
         for index, layer in enumerate(mixture.ffn_layers):
             path = f"{name}.groups.{last}.experts.{number}.maps.{index}"
-            maps.append(
+            projections.append(
                 replace(layer, name=path, module=expert.maps[index], measured=expert.text_rows[index])
             )
-    return maps
+    return projections
 
 
 @contextmanager

@@ -121,14 +121,14 @@ def attach_lora(
             allowed="false",
         )
     # Found before adapters are there, which would be found as well.
-    maps = find_targets(model, targets)
+    layers = find_targets(model, targets)
     segments = find_segments(model)
-    adapted_names = list(maps)
+    adapted_names = list(layers)
     if embeddings:
         adapted_names.append(separate_embedding(model))
 
     if str(initialization).startswith("pissa"):  # takes its adapters out of the weights
-        widen(model, [cast(nn.Parameter, module.weight) for module in maps.values()])
+        widen(model, [cast(nn.Parameter, module.weight) for module in layers.values()])
     config = LoraConfig(
         r=r,
         lora_alpha=cast(int, alpha),  # peft computes with fractions as well
@@ -138,7 +138,7 @@ def attach_lora(
         use_dora=use_dora,
         # Without storage there are no singular values.
         init_lora_weights=cast(Any, True if model.device.type == "meta" else initialization),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps.values()),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in layers.values()),
     )
     NamedLoraModel(model, config, NEWEST)
     for layer in lora_layers(model).values():
@@ -148,7 +148,7 @@ def attach_lora(
     projections: list[Projection] = []
     if use_dora:  # which runs A and B to compute norms, too: no layers for masks
         return Scope(names, ())
-    for name in maps:
+    for name in layers:
         # A head's own layers see scored positions only: no masks.
         if find_token_side(model, name) is not None:
             projections += factor_projections(name, model.get_submodule(name), segments.get(name))
@@ -676,7 +676,7 @@ def attach_tuner(
     check_embeddings(model, setting)
     if model.device.type == "meta":  # before training, where a copy costs nothing
         check_mergeable(model, plain_names, setting)
-    return Scope(names=names, maps=())
+    return Scope(names=names, projections=())
 
 
 def rewrites_weights(arguments: Mapping[str, Any]) -> bool:

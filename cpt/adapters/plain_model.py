@@ -184,16 +184,15 @@ class PlainWeights:
         """A weight by its name in the plain model. Raises KeyError for a name that it does not have."""
         layer_name = self.find_replaced(name)
         if not layer_name:
-            return self.read_kept(name)
+            return self.read_unreplaced(name)
         if layer_name != self.layer_name:
             self.layer_weights = {}  # before the next layer is in memory
             self.layer_weights = self.compute_layer(layer_name)
             self.layer_name = layer_name
         return self.layer_weights[name.removeprefix(f"{layer_name}.")]
 
-    def read_kept(self, name: str) -> Tensor:
-        """A weight of a layer that has the same form in the plain model, in the type with which the layer
-        computes."""
+    def read_unreplaced(self, name: str) -> Tensor:
+        """A weight of a layer that is not replaced, in the type with which the layer computes."""
         tensor = self.find_changed(name)
         if tensor is None:
             tensor = self.state[name]

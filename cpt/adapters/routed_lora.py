@@ -85,7 +85,7 @@ def attach_experts(
         layer.add_module("router", router)
         layer.lora_A[lora.NEWEST].register_forward_hook(router.weigh)
         router_names.append(f"{name}.router.weight")
-    return Scope((*scope.names, *router_names), scope.maps)
+    return Scope((*scope.names, *router_names), scope.projections)
 
 
 class SampleRouter(nn.Module):
@@ -286,15 +286,17 @@ def attach_routed(
     weights it and those of earlier domains for each sample. Raises ValueError for targets without a layer in
     the body."""
     # Not in the head, which sees scored positions alone: whose samples they are is not known there.
-    maps = [name for name in lora.find_targets(model, targets) if find_token_side(model, name) is not None]
-    if not maps:
+    layer_names = [
+        name for name in lora.find_targets(model, targets) if find_token_side(model, name) is not None
+    ]
+    if not layer_names:
         raise InvalidOptionError("method.target_modules", targets, allowed="layers of the body")
     scope = lora.attach_lora(
         model,
         r=r,
         alpha=alpha,
         dropout=dropout,
-        targets=maps,
+        targets=layer_names,
         embeddings=False,
         initialization=initialization,
     )
@@ -325,7 +327,7 @@ def attach_routed(
     lora.resize_on_load(model)
     model.register_load_state_dict_pre_hook(route_earlier)
     router_names = [name for name, _ in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]
-    return Scope((*scope.names, *router_names), scope.maps)
+    return Scope((*scope.names, *router_names), scope.projections)
 
 
 def router_of(model: nn.Module) -> SampleRouter:

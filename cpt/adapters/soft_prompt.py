@@ -215,7 +215,7 @@ def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope
     if has_encoder:
         find_body(model).register_forward_pre_hook(prompt.restore_prompt, with_kwargs=True)
     names = [name for name, parameter in model.named_parameters() if parameter is prompt.weight]
-    return Scope(names=tuple(names), maps=())
+    return Scope(names=tuple(names), projections=())
 
 
 @torch.no_grad()

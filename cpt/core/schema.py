@@ -253,15 +253,15 @@ def check_value(key: str, value: Any, kind: Any) -> None:
         raise wrong_value(key, value, kind)
 
 
-def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: str = "") -> None:
+def check_types(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
     """Raises ValueError for a value of a file that is missing or not of its declared type."""
     for name, kind in declared.items():
         if name not in values:
-            raise ValueError(f"{join(of, name)} is missing, needed is {getattr(kind, '__name__', kind)}")
+            raise ValueError(f"{name} is missing, needed is {getattr(kind, '__name__', kind)}")
         try:
             validator(kind, finite=False)(values[name])
         except ValidationError as error:
-            raise ValueError(describe_wrong_type(error, join(of, name))) from error
+            raise ValueError(describe_wrong_type(error, name)) from error
 
 
 def describe_wrong_type(error: ValidationError, key: str) -> str:

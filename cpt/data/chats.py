@@ -244,15 +244,20 @@ class ChatEncoder:
         return ids
 
     def mark(self, text: str) -> str:
-        """The text with what would become control tokens between marks: those that it spells; of a tokenizer
-        that changes texts first, as to lower case, also other words that become one."""
-        marked = self.control_pattern.sub(mark_match, text)
-        if not self.is_open(marked):
-            return marked
-        marked = WORD.sub(lambda word: mark_match(word) if self.is_open(word[0]) else word[0], text)
-        return marked if not self.is_open(marked) else f"{MARK_BEGIN}{text}{MARK_END}"
+        """The text with marks around what would become a control token.
 
-    def is_open(self, text: str) -> bool:
+        These are the control tokens that it spells. With a tokenizer that changes texts first, as to lower
+        case, other words may become one: each of these is marked, and if this is not enough the whole text.
+        """
+        marked = self.control_pattern.sub(mark_match, text)
+        if not self.has_unmarked_control(marked):
+            return marked
+        marked = WORD.sub(
+            lambda word: mark_match(word) if self.has_unmarked_control(word[0]) else word[0], text
+        )
+        return marked if not self.has_unmarked_control(marked) else f"{MARK_BEGIN}{text}{MARK_END}"
+
+    def has_unmarked_control(self, text: str) -> bool:
         """Whether a text has control tokens outside marks."""
         if not self.text_encoder.may_normalize:
             return False

@@ -29,6 +29,7 @@ from cpt.data.sources.examples import log_skipped, read_example
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
+HELD_OUT_SPLITS = (1, 2)  # indices in SPLITS
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH = 10_000  # documents that are written at once, or fewer:
 NOTHING_HELD_OUT = NearDuplicates(found=0, compared=0, train_share=0.0)
@@ -221,12 +222,12 @@ def read_documents(
     answers = np.asarray(hashes.answers)
     source_splits = np.asarray(hashes.splits)
     if is_examples:
-        splits = assign(keys, source_splits, name=name, held_out=source.held_out)
+        splits = assign_splits(keys, source_splits, name=name, held_out=source.held_out)
         if source.class_limit is not None:
             seed = int(source.held_out["seed"])
             limit_classes(splits, keys, answers, limit=source.class_limit, seed=seed)
     else:
-        splits = assign(
+        splits = assign_splits(
             document_hashes,
             source_splits,
             name=name,
@@ -293,7 +294,7 @@ def join_skipped(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, 
     return joined
 
 
-def assign(
+def assign_splits(
     hashes: np.ndarray,
     source_splits: np.ndarray,
     *,
@@ -302,10 +303,12 @@ def assign(
     hint: str = "",
     keys: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The split of each document, [documents] int8; DROPPED for copies, which have the same key, SPARED for
-    held-out documents beyond the maximum. Of equal documents the first stays, in train rather than in valid
-    or test. A split that the source does not have is held out of train, by hashes; with an empty `held_out`
-    none is. `keys` are by default the hashes. Raises ValueError for an empty split."""
+    """The split of each document, [documents] int8: an index in SPLITS, DROPPED or SPARED.
+
+    Of documents with one key (by default `keys` are the hashes) the first stays, in train rather than in
+    valid or test, and the others are DROPPED. A split that the source does not have is held out of train, by
+    hashes; with an empty `held_out` none is. Held-out documents beyond `max_documents` are SPARED. Raises
+    ValueError for an empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
     if keys is None:
@@ -316,20 +319,20 @@ def assign(
     if not held_out:
         return splits
 
-    seed = int(held_out["seed"])
-
     # Hashes rank the documents, so that the splits do not depend on their order in the files.
+    seed = int(held_out["seed"])
     train = rank_by_hash(splits, 0, hashes, stream=key("split", seed))
     begin = 0
-    for split in (1, 2):
+    for split in HELD_OUT_SPLITS:
         if (source_splits == split).any():
             continue
         count = max(1, round(held_out[SPLITS[split]] * len(train)))
         splits[train[begin : begin + count]] = split
         begin += count
+
     max_documents = held_out.get("max_documents")
     if max_documents:
-        for split in (1, 2):
+        for split in HELD_OUT_SPLITS:
             ranked = rank_by_hash(splits, split, hashes, stream=key("most", seed))
             splits[ranked[max_documents:]] = SPARED
 

@@ -64,7 +64,7 @@ class Separator:
 
 def find_default_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id that ends a text, if the tokenizer does not put one itself: its eos, else its sep, else None."""
-    if frame_of(tokenizer)[1]:
+    if frame_of(tokenizer).end:
         return None
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
@@ -73,7 +73,7 @@ def find_terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The id to append to an example: none if the tokenizer ends it itself. Raises ValueError for a tokenizer
     that has none."""
     end = find_default_end(tokenizer)
-    if end is None and not frame_of(tokenizer)[1]:
+    if end is None and not frame_of(tokenizer).end:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path} has no token to separate documents. "
             "Allowed: one with an eos or sep token, as eos_token in its tokenizer_config.json; for raw "
@@ -92,7 +92,7 @@ def choose_separator(
         return Separator(ids=(), description="none")
     if requested != AUTO:
         return named_separator(tokenizer, requested)
-    if frame_of(tokenizer)[1]:
+    if frame_of(tokenizer).end:
         return Separator(ids=(), description="none in addition to what the tokenizer puts after each text")
 
     (default,) = find_terminator(tokenizer)
@@ -116,7 +116,7 @@ def named_separator(tokenizer: PreTrainedTokenizerBase, token: str) -> Separator
             f"domains.separator={token} is invalid: no token of the tokenizer {tokenizer.name_or_path}. "
             f"Allowed: auto, none, one token of its vocabulary, like {examples}"
         )
-    is_framed = frame_of(tokenizer)[1] == [token_id]
+    is_framed = frame_of(tokenizer).end == [token_id]
     return Separator(() if is_framed else (token_id,), token)
 
 

@@ -70,7 +70,7 @@ def report_spelled(texts: Mapping[str, Packed], text_format: TextFormat) -> None
 def report_row_starts(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
     """Logs how many rows begin with the BOS token, of a tokenizer that puts it before a text."""
     bos = text_format.tokenizer.bos_token_id
-    if bos is None or frame_of(text_format.tokenizer)[0][:1] != [bos]:
+    if bos is None or frame_of(text_format.tokenizer).begin[:1] != [bos]:
         return
     rows = sum(len(text) for text in texts.values())
     starts = sum(text.facts.get("rows_with_bos", 0) for text in texts.values())

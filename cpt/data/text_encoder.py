@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,7 +27,14 @@ from cpt.data.sources.base import PARSE
 PRIVATE = "\U000f0000"  # begins a vocabulary entry that no text should reach; a private-use character
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> tuple[list[int], list[int]]:
+class Frame(NamedTuple):
+    """The ids that a tokenizer puts before and after a text; both empty for one that puts none."""
+
+    begin: list[int]
+    end: list[int]
+
+
+def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> Frame:
     """The frame of a tokenizer: the ids that it puts before and after a text, or, with `is_target`, a
     decoder's text. Raises ValueError for a tokenizer that changes the text between them."""
     text, bare = encodable_text(tokenizer)
@@ -40,7 +47,7 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> 
     for begin in range(len(framed) - len(bare) + 1):
         end = begin + len(bare)
         if framed[begin:end] == bare:
-            return framed[:begin], framed[end:]
+            return Frame(framed[:begin], framed[end:])
     raise ValueError(
         f"the tokenizer {tokenizer.name_or_path} changes a text around which it puts tokens: "
         f"{bare} is not in {framed}. "
@@ -96,12 +103,12 @@ class TextEncoder:
     special_tokens: str
 
     @cached_property
-    def frame(self) -> tuple[list[int], list[int]]:
+    def frame(self) -> Frame:
         """The ids that the tokenizer puts before and after a text."""
         return frame_of(self.tokenizer)
 
     @cached_property
-    def target_frame(self) -> tuple[list[int], list[int]]:
+    def target_frame(self) -> Frame:
         """The ids that the tokenizer puts before and after a decoder's text."""
         return frame_of(self.tokenizer, is_target=True)
 
@@ -185,13 +192,10 @@ class TextEncoder:
         return list(encoded["offset_mapping"])
 
     @staticmethod
-    def encode_framed(
-        backend: Tokenizer, texts: list[str], frame: tuple[list[int], list[int]]
-    ) -> list[list[int]]:
+    def encode_framed(backend: Tokenizer, texts: list[str], frame: Frame) -> list[list[int]]:
         """The ids that a backend gives for each text, within a frame: the backend itself adds none."""
-        begin, end = frame
         encodings = backend.encode_batch(texts, add_special_tokens=False)
-        return [[*begin, *encoding.ids, *end] for encoding in encodings]
+        return [[*frame.begin, *encoding.ids, *frame.end] for encoding in encodings]
 
     @staticmethod
     def run_tokenizer(

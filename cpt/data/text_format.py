@@ -48,7 +48,7 @@ class TextFormat:
         conditions = {}
         if self.separator and self.separator[0] != find_default_end(self.tokenizer):
             conditions["separator"] = self.name_of(self.separator[0])
-        if not self.separator and not frame_of(self.tokenizer)[1]:
+        if not self.separator and not frame_of(self.tokenizer).end:
             conditions["separator"] = "none"
         if self.row_start is not None:
             conditions["row_start"] = self.name_of(self.row_start)
@@ -105,4 +105,4 @@ def choose_row_start(
         return bos
     if requested is False or not (is_causal and is_checkpoint) or bos is None:
         return None
-    return bos if frame_of(tokenizer)[0][:1] == [bos] else None
+    return bos if frame_of(tokenizer).begin[:1] == [bos] else None

@@ -41,7 +41,7 @@ from cpt.data.sources.examples import (
     log_skipped,
     read_example,
 )
-from cpt.data.text_encoder import TextEncoder
+from cpt.data.text_encoder import Frame, TextEncoder
 from cpt.data.token_rows import ArrowRows
 from cpt.data.tokenize import id_type
 
@@ -179,7 +179,7 @@ class Encoder:
         bad = bad or BadExamples(is_skipping=False)
         # A tokenizer is faster with many texts at once than with one; chats are rendered one by one.
         pairs = [(example.source, example.target) for example in examples if not example.turns]
-        tokenized = zip(self.ids_of([source for source, _ in pairs]), self.together(pairs), strict=True)
+        tokenized = zip(self.ids_of([source for source, _ in pairs]), self.encode_pairs(pairs), strict=True)
         for example in examples:
             tokens = None if example.turns else next(tokenized)
             try:
@@ -322,7 +322,7 @@ class Encoder:
 
         (question,) = self.ids_of([example.source])
         texts = [*example.choices, example.target]
-        joint_ids = self.together([(example.source, text) for text in texts])
+        joint_ids = self.encode_pairs([(example.source, text) for text in texts])
         answers = []
         for text, ids in zip(texts, joint_ids, strict=True):
             answers.append(self.answer_of(text, question, ids))
@@ -331,7 +331,7 @@ class Encoder:
         prompt, _ = self.fit(example, question, reference)
         return TaskPrompt(example=example, ids=prompt, choices=choices, reference=reference)
 
-    def together(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """The ids of questions with their answers; none for an encoder-decoder, which reads them apart."""
         if self.seq2seq:
             return [[] for _ in pairs]
@@ -344,24 +344,26 @@ class Encoder:
         encoded = self.text_encoder.encode(list(texts))
         if self.seq2seq:
             return encoded
-        _, suffix = self.frame  # which follows the answer
-        return [ids[: len(ids) - len(suffix)] for ids in encoded]
+        # The end of the frame follows the answer.
+        return [ids[: len(ids) - len(self.frame.end)] for ids in encoded]
 
     @property
-    def frame(self) -> tuple[list[int], list[int]]:
+    def frame(self) -> Frame:
         return self.text_encoder.frame
 
     @cached_property
     def ending(self) -> list[int]:
-        return self.frame[1] or find_terminator(self.tokenizer)
+        return self.frame.end or find_terminator(self.tokenizer)
 
     def answer_of(self, text: str, question: list[int], joint_ids: list[int]) -> list[int]:
-        """The ids of an answer: what follows the question in `joint_ids`, the ids of both; its own where a
-        token spans both."""
+        """The ids of the answer `text`, with the token that ends it.
+
+        `joint_ids` are those of question and answer as one text: the answer's are those after the question's.
+        Where one token is of both, the answer is encoded alone."""
         if self.seq2seq:
             ids = self.text_encoder.encode_target(text)
-            return ids if self.frame[1] else [*ids, *self.ending]
-        # Choices are measured without a question, and a token may span a question's end and its answer.
+            return ids if self.frame.end else [*ids, *self.ending]
+        # Not where a choice is measured without a question, or a token is of both.
         num_question = len(question)
         if question and joint_ids[:num_question] == question and len(joint_ids) > num_question:
             return [*joint_ids[num_question:], *self.ending]

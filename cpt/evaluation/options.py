@@ -99,7 +99,10 @@ class EvalOptions(Options):
     def choose_columns(
         self, number: int, *, stages: Sequence[Sequence[str]], texts: Sequence[str]
     ) -> list[str]:
-        """The texts that the model after `number` stages is scored on; `stages`: the domains of each."""
+        """The texts that the model is scored on after `number` stages; `stages` are the domains of each.
+
+        Before the first and after the last stage these are all. In between they are the stage's own ones and
+        the general text, and where `when` asks for more, those of `columns`."""
         kind, _, limit = self.columns.partition(":")  # of near:K, sample:K the number
         has_further_texts = is_due(self.when, number, stages=len(stages))
         if number in (0, len(stages)) or (has_further_texts and kind == "all"):

@@ -43,9 +43,9 @@ class GradientMask(nn.Module):
         self.is_only_micro_batch = True  # of its step
         self.text: int | None = None  # number of the held-out text that is evaluated, if it is observed
 
-    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        """Registers the model, again whenever its shape has changed; state is kept by parameter name. `maps`
-        are the trained linear layers, None for all within the blocks."""
+    def watch(self, model: PreTrainedModel, projections: Sequence[Projection] | None) -> None:
+        """Registers the model, again whenever its shape has changed; state is kept by parameter name.
+        `projections` are the trained linear layers, None for all within the blocks."""
 
     def activate(self, domain: int) -> None:
         """Called before a domain's steps, on resume too; idempotent, without data."""

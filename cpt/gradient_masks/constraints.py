@@ -51,7 +51,7 @@ class MomentumFilter(Constraint):
         self.is_released = options.form == "released"
         self.watched: list[nn.Module] = []  # in a list: it is not part of the mask
 
-    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+    def watch(self, model: PreTrainedModel, projections: Sequence[Projection] | None) -> None:
         self.watched = [model]
 
     def covered(self) -> Iterable[nn.Parameter]:
@@ -123,18 +123,18 @@ class Subspaces(Constraint):
         self.pairs = None
 
     @property
-    def maps(self) -> dict[str, nn.Parameter]:
+    def weights(self) -> dict[str, nn.Parameter]:
         """The present weights by name: sharding replaces parameters."""
         return {projection.name: projection.weight for projection in self.projections}
 
     def masked_weights(self) -> Iterable[nn.Parameter]:
-        return self.maps.values()
+        return self.weights.values()
 
     @torch.no_grad()
     def protect_directions(self, ranks: Mapping[str, int]) -> None:
         """Protects the largest singular directions, a rank per layer, of the present weights."""
         self.bases.clear()
-        for name, weight in self.maps.items():
+        for name, weight in self.weights.items():
             rank = ranks[name]
             if rank:
                 u, _, v = torch.linalg.svd(full_tensor(weight.detach()).float(), full_matrices=False)
@@ -153,16 +153,16 @@ class Subspaces(Constraint):
         if self.pairs is None:
             self.pairs = {}
             bases = self.bases.named()
-            for name, weight in self.maps.items():
+            for name, weight in self.weights.items():
                 if f"{name}.left" in bases:
                     self.pairs[weight] = (bases[f"{name}.left"], bases[f"{name}.right"])
         return self.pairs
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
-        projections: dict[nn.Parameter, Protection] = {}
+        protections: dict[nn.Parameter, Protection] = {}
         for weight, (left_basis, right_basis) in self.find_bases().items():
-            projections[weight] = partial(self.project, left_basis=left_basis, right_basis=right_basis)
-        return projections
+            protections[weight] = partial(self.project, left_basis=left_basis, right_basis=right_basis)
+        return protections
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         for parameter, step in steps:

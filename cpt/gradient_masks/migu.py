@@ -60,7 +60,7 @@ class MagnitudeMask(GradientMask):
         self.reads_importance_batches = options.importance == "fisher"
 
         # The layers, the rows of each within `sums` and `chosen`, and the buffers of their segments.
-        self.maps: list[Projection] = []
+        self.projections: list[Projection] = []
         self.row_slices: list[slice] = []
         self.segment_buffers: list[str] = []
         self.hooks: list[RemovableHandle] = []
@@ -75,15 +75,17 @@ class MagnitudeMask(GradientMask):
         self.row_mask: Tensor | None = None  # of the current step, [rows]
         self.observed_sums: dict[int, Tensor] = {}  # of |h| [rows] by held-out text
 
-    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        self.allocate_rows(self.select_maps(model, maps))
+    def watch(self, model: PreTrainedModel, projections: Sequence[Projection] | None) -> None:
+        self.allocate_rows(self.select_projections(model, projections))
         self.register_hooks(model)
 
-    def select_maps(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
+    def select_projections(
+        self, model: PreTrainedModel, projections: Sequence[Projection] | None
+    ) -> list[Projection]:
         """The masked layers. Raises ValueError for an expression `only` that finds none."""
-        covered = list(find_projections(model, skips_mixtures=True) if maps is None else maps)
+        covered = list(find_projections(model, skips_mixtures=True) if projections is None else projections)
         if self.options.head:
-            outer_layers = self.find_outer_layers(model, covered) if maps is None else []
+            outer_layers = self.find_outer_layers(model, covered) if projections is None else []
             if not outer_layers:
                 log.warning("No effect of head=true: the head is not trained, or the embedding (tied=true)")
             covered += outer_layers
@@ -112,24 +114,24 @@ class MagnitudeMask(GradientMask):
                 outer_layers.append(Projection(name, module, 0, (rows,)))
         return outer_layers
 
-    def allocate_rows(self, maps: list[Projection]) -> None:
+    def allocate_rows(self, projections: list[Projection]) -> None:
         """Makes the buffers for the rows of some layers; the counts of those that had some stay, by name."""
-        # Looked up before `maps` and `row_slices` change: a layer that grows has other rows afterwards.
+        # Looked up before the layers and their rows change: a layer that grows has other rows afterwards.
         previous_counts = {}
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             previous_counts[layer.name] = self.chosen[rows]
 
-        self.maps = maps
+        self.projections = projections
         self.row_slices = []
         num_rows = 0
-        for layer in maps:
+        for layer in projections:
             self.row_slices.append(slice(num_rows, num_rows + layer.outputs))
             num_rows += layer.outputs
         self.sums = nn.Buffer(torch.zeros(num_rows), persistent=False)
         self.chosen = nn.Buffer(torch.zeros(num_rows))
         if self.options.importance == "fisher":
             self.row_fisher = nn.Buffer(torch.zeros(num_rows))
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             if layer.name in previous_counts:
                 counts = previous_counts[layer.name]
                 self.chosen[rows][: len(counts)] = counts
@@ -138,7 +140,7 @@ class MagnitudeMask(GradientMask):
         for name in self.segment_buffers:
             delattr(self, name)
         segments_by_width: dict[int, list[Tensor]] = {}
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             for segment in layer.segments:
                 segments_by_width.setdefault(len(segment), []).append(segment + rows.start)
         self.segment_buffers = [f"segments{number}" for number in range(len(segments_by_width))]
@@ -146,8 +148,8 @@ class MagnitudeMask(GradientMask):
             self.register_buffer(name, torch.stack(segments), persistent=False)
 
     def register_hooks(self, model: PreTrainedModel) -> None:
-        """Hooks on the model and its layers, in place of earlier ones: they measure outputs, and with
-        `limits_rows` compute the gradients of chosen rows only."""
+        """Replaces the hooks on the model and its layers: they measure outputs, and with `limits_rows`
+        compute the gradients of chosen rows only."""
         for hook in self.hooks:
             hook.remove()
         for row_gradient in self.row_gradients:
@@ -157,16 +159,16 @@ class MagnitudeMask(GradientMask):
             model.register_forward_pre_hook(self.begin_forward, with_kwargs=True),
             model.register_forward_hook(self.end_forward, always_call=True),
         ]
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             measured = layer.module if layer.measured is None else layer.measured
-            # In an encoder-decoder, a layer has the padding of the side whose tokens it reads. A module that
-            # puts out rows of text only has none.
+            # In an encoder-decoder, a layer has the padding of the side whose tokens it reads. Rows of text
+            # alone, as of an expert, have no padding.
             side = None if isinstance(measured, TextRowsOutput) else find_token_side(model, layer.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, rows, side)))
 
         self.row_gradients = []
         if self.limits_rows:
-            for layer, rows in zip(self.maps, self.row_slices, strict=True):
+            for layer, rows in zip(self.projections, self.row_slices, strict=True):
                 if layer.measured is None:
                     row_gradient = RowGradients(layer.module, axis=layer.axis, mask=self, rows=rows)
                     self.row_gradients.append(row_gradient)
@@ -201,7 +203,7 @@ class MagnitudeMask(GradientMask):
             self.observed_sums[self.text][rows] += sum_magnitudes(output, text_mask)
 
     def masked_weights(self) -> Iterable[nn.Parameter]:
-        return [layer.weight for layer in self.maps]
+        return [layer.weight for layer in self.projections]
 
     def activate(self, domain: int) -> None:
         self.is_skipping = self.options.skip_first_domain and domain == 0
@@ -219,7 +221,7 @@ class MagnitudeMask(GradientMask):
                 model, importance_batches, objective=objective, estimator=self.options.estimator
             )
         names = {id(parameter): name for name, parameter in named_weights(model).items()}
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             importance = importances[names[id(layer.weight)]].float()
             self.row_fisher[rows] = full_tensor(importance.sum(1 - layer.axis))
 
@@ -256,7 +258,7 @@ class MagnitudeMask(GradientMask):
     def sum_rows(self) -> Tensor:
         """The L1 norms of the rows of weights or gradients, [rows]; 0 where there is no gradient."""
         norms = []
-        for layer in self.maps:
+        for layer in self.projections:
             weight = layer.weight
             values = weight if self.options.importance == "weight" else weight.grad
             if values is None:
@@ -267,7 +269,7 @@ class MagnitudeMask(GradientMask):
 
     @torch.no_grad()
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if self.is_skipping or not self.maps:
+        if self.is_skipping or not self.projections:
             return
         row_mask = self.choose()
         self.row_mask = None
@@ -275,7 +277,7 @@ class MagnitudeMask(GradientMask):
         self.chosen.add_(row_mask)
         self.steps.add_(1)
         self.sums.zero_()
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             yield layer.weight, row_mask[rows].unsqueeze(1 - layer.axis)
             if self.options.biases and layer.bias is not None:
                 yield layer.bias, row_mask[rows]
@@ -286,7 +288,7 @@ class MagnitudeMask(GradientMask):
         largest |h| on each, and |h| in the last of the widest layers, as shares of its sum."""
         shares = self.chosen / self.steps.clamp_min(1)
         diagnostics = {}
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             diagnostics[f"chosen/{layer.name}"] = shares[rows]
 
         # Each process has observed some of the texts.
@@ -303,15 +305,16 @@ class MagnitudeMask(GradientMask):
         diagnostics["texts"] = torch.tensor(texts)
 
         large = torch.stack([self.select(text_sums.to(self.sums)) for text_sums in sums]).cpu()
-        for layer, rows in zip(self.maps, self.row_slices, strict=True):
+        for layer, rows in zip(self.projections, self.row_slices, strict=True):
             num_shared = large[:, rows] @ large[:, rows].T  # [T, T] rows that are large on both texts
             counts = large[:, rows].sum(1)
             diagnostics[f"similarity/{layer.name}"] = num_shared / (counts[:, None] + counts - num_shared)
 
-        max_width = max(layer.outputs for layer in self.maps)
-        widest = [number for number, layer in enumerate(self.maps) if layer.outputs == max_width][-1]
+        max_width = max(layer.outputs for layer in self.projections)
+        widest = [number for number, layer in enumerate(self.projections) if layer.outputs == max_width][-1]
         widest_sums = sums[:MAX_DRAWN, self.row_slices[widest]]
-        diagnostics[f"magnitudes/{self.maps[widest].name}"] = functional.normalize(widest_sums, p=1, dim=1)
+        widest_name = self.projections[widest].name
+        diagnostics[f"magnitudes/{widest_name}"] = functional.normalize(widest_sums, p=1, dim=1)
         return diagnostics
 
 

@@ -211,7 +211,7 @@ class SoftMask(UnitMask):
         self.importance = nn.Buffer(torch.zeros(sum(self.sizes)))
         self.last = nn.Buffer(torch.zeros(sum(self.sizes)))
 
-    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+    def watch(self, model: PreTrainedModel, projections: Sequence[Projection] | None) -> None:
         importance = self.by_group(self.importance)
         last = self.by_group(self.last)
         self.set_groups(self.find_groups(model))

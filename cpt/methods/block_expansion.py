@@ -47,10 +47,10 @@ class BlockExpansion(ContinualMethod):
         check_blocks(model, options.blocks)
         if model.device.type == "meta":  # before any text is read
             check_base_stays(model, context.objective, options)
-        prefixes = tuple(f"{name}." for name in insert(model, options))
+        prefixes = tuple(f"{name}." for name in insert_blocks(model, options))
         names = tuple(name for name, _ in model.named_parameters() if name.startswith(prefixes))
-        maps = tuple(layer for layer in find_projections(model) if layer.name.startswith(prefixes))
-        super().__init__(options, context, scope=Scope(names, maps))
+        projections = tuple(layer for layer in find_projections(model) if layer.name.startswith(prefixes))
+        super().__init__(options, context, scope=Scope(names, projections))
 
 
 def check_blocks(model: PreTrainedModel, blocks: Sequence[int] | None) -> None:
@@ -66,10 +66,11 @@ def check_blocks(model: PreTrainedModel, blocks: Sequence[int] | None) -> None:
         )
 
 
-def insert(model: PreTrainedModel, options: BlockExpansionOptions) -> list[str]:
-    """As `growth.insert_layers`, of models whose linear layers masks know; errors name the method."""
+def insert_blocks(model: PreTrainedModel, options: BlockExpansionOptions) -> list[str]:
+    """Inserts the new blocks; returns their names. Raises InvalidOptionError for a model that cannot have
+    them, or whose linear layers are of unknown form."""
     try:
-        find_projections(model)
+        find_projections(model)  # raises: masks have to know the layers
         return growth.insert_layers(model, options.share, blocks=options.blocks)
     except ValueError as error:
         raise InvalidOptionError(
@@ -87,7 +88,7 @@ def check_base_stays(model: PreTrainedModel, objective: Objective, options: Bloc
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         stand_in = make_stand_in(skeleton)
         nll_before = find_token_losses(stand_in, objective)
-        insert(stand_in, options)
+        insert_blocks(stand_in, options)
         largest_change = (find_token_losses(stand_in, objective) - nll_before).abs().max()
     if largest_change > MAX_LOSS_CHANGE:
         raise InvalidOptionError(

@@ -145,8 +145,11 @@ class DEMIX(CopyingMethod):
                     "method.experts", "ffn", reason=str(error), allowed="adapter"
                 ) from error
         super().__init__(options, context, scope)
-        # FFNs are weights of a plain model: nothing is added to it before they are loaded.
-        self.attached = (attach_bottlenecks, options.bottleneck) if has_adapters else (None, {})
+        if has_adapters:
+            self.attached = attach_bottlenecks, options.bottleneck
+        else:
+            # FFNs are weights of a plain model: nothing is added to it before they are loaded.
+            self.attached = None, {}
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
@@ -165,13 +168,13 @@ class DEMIX(CopyingMethod):
 
 def scope_of_ffns(model: PreTrainedModel) -> Scope:
     """The weights and biases of the linear layers of every block's FFN."""
-    maps: list[Projection] = []
+    projections: list[Projection] = []
     for ffn in find_sublayers(model, ("neurons",)):
-        maps += ffn.projections
+        projections += ffn.projections
     names = []
-    for layer in maps:
+    for layer in projections:
         names += [f"{layer.name}.{name}" for name, _ in layer.module.named_parameters()]
-    return Scope(tuple(names), tuple(maps))
+    return Scope(tuple(names), tuple(projections))
 
 
 def check_ffns(model: PreTrainedModel, options: LifelongMoEOptions) -> None:
@@ -196,7 +199,7 @@ def find_dense_scope(model: PreTrainedModel, blocks: Sequence[str], *, dense: st
     """What is trained of a model outside of the FFNs of some blocks, which become mixtures: all of it, or
     with dense=frozen nothing."""
     if dense == "frozen":
-        return Scope(names=(), maps=())
+        return Scope(names=(), projections=())
     return scope_outside_ffns(model, blocks)
 
 
@@ -222,7 +225,7 @@ class LifelongMoE(CopyingMethod):
     reads_importance_batches = True
 
     def __init__(self, options: LifelongMoEOptions, context: MethodContext) -> None:
-        # Without mixtures all of the model is trained, which a scope of None says.
+        # A scope of None: without mixtures all of the model is trained.
         scope = None
         scope_outside_mixtures = None
         if options.num_experts:

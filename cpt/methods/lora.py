@@ -80,7 +80,7 @@ class LoRA(ContinualMethod):
         if isinstance(options, LoRAOptions) and options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
-        # For the base of peft's files, which has the trained modules and the weights of PiSSA as at first.
+        # Files of peft refer to a base, in which trained modules and the weights of PiSSA are as at first.
         self.start_weights: NamedTensors | None = None
         start_names = scope.names if options.has_pissa else saved_names
         if options.export_format == "peft" and start_names:
@@ -123,7 +123,8 @@ class LoRA(ContinualMethod):
         """Starts the parameters of a new domain from the base."""
         assert self.domain_params is not None
         restored_names = set(self.saved_names)
-        if self.options.has_pissa:  # which draws nothing: all of it is as at first
+        if self.options.has_pissa:
+            # PiSSA computes adapters from the weights and draws nothing: they are the base's again.
             restored_names.update(self.domain_params.names)
         else:
             lora.reset_newest(self.model, self.make_generator().initial_seed())
@@ -448,7 +449,7 @@ class SAPT(ContinualMethod):
         check_outside_of_body(context.model, saved_names, options.modules_to_save)
         super().__init__(options, context, scope=replace(scope, names=(*scope.names, *saved_names)))
         self.saved_names = saved_names
-        self.attached = attach_routed, attach.keywords
+        self.attached = attach_routed, attach.keywords  # what loads an exported model repeats
         self.attention = NamedTensors()  # mean a of each domain's text at the domain's end
         self.router = AttentionScorer(router_of(self.model), context.objective, self.attention)
 

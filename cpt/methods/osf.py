@@ -54,7 +54,7 @@ class OSF(ContinualMethod):
         share_by_block = dict(zip(self.blocks, block_shares, strict=True))
 
         ranks = {}
-        for name, weight in self.subspaces.maps.items():
+        for name, weight in self.subspaces.weights.items():
             block = self.find_block(name)
             share = share_outside_blocks if block is None else share_by_block[block]
             ranks[name] = floor(share * min(weight.shape))  # of min(n, m) singular directions

@@ -208,9 +208,9 @@ class StageModule(LightningModule):
 
     def watch(self) -> None:
         """Has the masks watch the model in its present shape."""
-        maps = self.scope.maps if self.scope else None
+        projections = self.scope.projections if self.scope else None
         for mask in self.masks:
-            mask.watch(self.model, maps)
+            mask.watch(self.model, projections)
 
     def setup_stage(self, stage: Domain) -> None:
         """Grows the model and activates its modules."""
@@ -521,7 +521,7 @@ class StageModule(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         # A skipped step has moved nothing, and counts for no method.
         if self.step_is_made:
-            # Factors limit what constraints that come first make of a step.
+            # Constraints with `comes_first` change the step before the factors of masks limit it.
             for snapshot in sorted(self.snapshots, key=lambda snapshot: not snapshot.mask.comes_first):
                 snapshot.apply(cast(Optimizer, optimizer), self.rounding)
             self.after_update()

@@ -53,7 +53,8 @@ def find_weight_name(
     if is_transposed:
         shape.reverse()
 
-    # Of a model with adapters; files may have other names than the model, or none of its body.
+    # peft puts `.base_layer` into the name of a layer with an adapter. Files may have other names than the
+    # model, and those of its body with or without the body's prefix.
     parameter_name = f"{name}.weight".replace(".base_layer.", ".")
     candidates = list(revert_weight_conversion(model, {parameter_name: torch.empty(shape, device="meta")}))
     prefix = f"{model.base_model_prefix}."

@@ -41,6 +41,7 @@ CHAT_HEAD = (
     "newly broken",
 )
 ANSWER_HEAD = ("question", "answer of the base", "answer of the last model", "faults of the last answer")
+LOSS_KEYS = ("nll", "rise", "base_answer_nll", "base_answer_rise")  # of the chats in scores.json
 NUM_LOSS_COLUMNS = 5  # of CHAT_HEAD, with the name of the row
 SHOWN_MEASURES: Mapping[str, Format] = {  # columns of CHAT_HEAD
     "complete": format_percent,
@@ -188,13 +189,8 @@ def format_chats(scores: Scores) -> Cells:
         answers = chats["answers"][row]
         if chats["nll"][row] is None and answers is None:
             continue
-        losses = []
-        for nll_key, rise_key in (("nll", "rise"), ("base_answer_nll", "base_answer_rise")):
-            losses += [
-                format_or_dash(chats[nll_key][row], format_decimals),
-                format_rise(chats[rise_key][row]),
-            ]
-        cells.append([name, *losses, *format_row_answers(answers)])
+        values = {key: chats[key][row] for key in LOSS_KEYS}
+        cells.append([name, *format_row_losses(values), *format_row_answers(answers)])
     return cells
 
 
@@ -205,11 +201,18 @@ def format_derived_chats(folder: Path) -> Cells:
         chats = row.run_chats
         if not chats:
             continue
-        losses = []
-        for nll_key, rise_key in (("nll", "rise"), ("base_answer_nll", "base_answer_rise")):
-            losses += [format_or_dash(chats[nll_key], format_decimals), format_rise(chats[rise_key])]
-        cells.append([model_folder.name, *losses, *format_row_answers(chats["answers"])])
+        cells.append([model_folder.name, *format_row_losses(chats), *format_row_answers(chats["answers"])])
     return cells
+
+
+def format_row_losses(values: Mapping[str, Any]) -> list[str]:
+    """The cells of a row's losses, from its values by LOSS_KEYS."""
+    return [
+        format_or_dash(values["nll"], format_decimals),
+        format_rise(values["rise"]),
+        format_or_dash(values["base_answer_nll"], format_decimals),
+        format_rise(values["base_answer_rise"]),
+    ]
 
 
 def format_rise(rise: Sequence[float | None] | None) -> str:

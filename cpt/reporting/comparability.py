@@ -90,9 +90,9 @@ def have_same_base(first: Scores, second: Scores, *, hashes: tuple[str, str]) ->
 
 
 def find_largest_gap(first: Mapping[str, float], second: Mapping[str, float]) -> float | None:
-    """The largest difference in nats between two models on the same texts; None without a text of both. Of
-    as many texts the losses are compared in ascending order: a model has the same ones whatever the texts are
-    called."""
+    """The largest difference in nats between two models on the same texts; None without a text of both."""
+    # The same texts may have other names in the other run. Of as many texts the losses are compared in
+    # ascending order, which is the same for one model.
     if len(first) == len(second):
         pairs = list(zip(sorted(first.values()), sorted(second.values()), strict=True))
     else:

@@ -155,8 +155,8 @@ class HeatMap:
     numbers: np.ndarray | None = None  # in the cells, if not the values
 
     @property
-    def written(self) -> np.ndarray:
-        """The numbers in the cells."""
+    def cell_numbers(self) -> np.ndarray:
+        """The numbers that are written into the cells."""
         return self.values if self.numbers is None else self.numbers
 
     @property
@@ -243,7 +243,7 @@ def draw_heat_maps(
             axes.set(xticks=[], yticks=[], xlabel=count_noun(len(heat_map.columns), "column"))
             axes.set_ylabel(count_noun(len(heat_map.rows), "row"))
         frame_cells(axes, heat_map, is_small=is_small)
-        if max(heat_map.written.shape) <= (MAX_LISTED + 1 if is_single else 8):
+        if max(heat_map.cell_numbers.shape) <= (MAX_LISTED + 1 if is_single else 8):
             write_numbers(axes, image, heat_map, format_value, fontsize=9 if is_single else 6.5)
         group = title if are_groups else ""
         add_cells(
@@ -296,11 +296,11 @@ def write_numbers(
     """Writes the numbers into the cells, in white where the colour is dark."""
     colours = np.asarray(image.cmap(image.norm(heat_map.values)))[..., :3]
     luminance = colours @ np.array([0.299, 0.587, 0.114])
-    for row, column in np.argwhere(~np.isnan(heat_map.written)).tolist():
+    for row, column in np.argwhere(~np.isnan(heat_map.cell_numbers)).tolist():
         axes.text(
             column,
             row,
-            format_value(heat_map.written[row, column]).replace("-", "−"),
+            format_value(heat_map.cell_numbers[row, column]).replace("-", "−"),
             ha="center",
             va="center",
             fontsize=fontsize,
@@ -309,10 +309,10 @@ def write_numbers(
 
 
 def describe_cells(heat_map: HeatMap, format_value: Format) -> list[list[str]]:
-    """The text of each cell [row, column]: the number in it and, if that is another, its value in nats; empty
-    without a number."""
+    """The text of each cell [row, column]: its number and, in a map whose numbers are not the values, the
+    value in nats; empty without a number."""
     texts = []
-    for numbers, values in zip(heat_map.written.tolist(), heat_map.values.tolist(), strict=True):
+    for numbers, values in zip(heat_map.cell_numbers.tolist(), heat_map.values.tolist(), strict=True):
         row_texts = []
         for number, value in zip(numbers, values, strict=True):
             text = "" if math.isnan(number) else format_value(number)

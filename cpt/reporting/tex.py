@@ -240,7 +240,7 @@ def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
 
 
 def find_best_mean(section: RunSection, frame: DataFrame, measure: ComparedMeasure) -> float | None:
-    """The best mean among ranked groups; None if their means are over other pairs of order and seed."""
+    """The best mean among ranked groups; None if not all means are over the same pairs of order and seed."""
     groups = {group.name: group for group in section.groups}
     means = frame.set_index("group")["mean"]
     ranked = means[[name for name in means.index if is_ranked(groups[name], measure.key)]]

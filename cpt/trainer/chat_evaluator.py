@@ -119,8 +119,8 @@ class ChatEvaluator(FileEvaluator):
         return stored if isinstance(stored, StoredAnswers) else None
 
     def digest_of(self, request: str) -> str:
-        """A hash of all that a file depends on besides the model: of losses on the base's answers also these,
-        none before they are there."""
+        """A hash of all that the file of a request depends on besides the model. Losses on the base's answers
+        depend on these, too: "" before the base has answered."""
         if request != BASE_LOSSES:
             return self.digest
         base_answers = self.read_answers(0)

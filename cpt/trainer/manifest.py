@@ -177,7 +177,9 @@ def reject_order(plan: Plan, run: RunDir, stored_order: Sequence[str]) -> None:
     new_domains = [name for name in plan.order if name not in stored_order]
     gone_domains = [name for name in stored_order if name not in plan.order]
     difference = describe_order_difference(plan.order, stored_order)
-    resume = f"'order=[{','.join(stored_order)}]' 'hydra.run.dir={run.path}' resumes with the domains it had"
+    resume_hint = (
+        f"'order=[{','.join(stored_order)}]' 'hydra.run.dir={run.path}' resumes with the domains it had"
+    )
 
     # Further domains may follow, unless the first ones would have been trained differently with them.
     is_longer = is_beginning(stored_order, plan.order)
@@ -187,7 +189,7 @@ def reject_order(plan: Plan, run: RunDir, stored_order: Sequence[str]) -> None:
         if reason:
             raise ValueError(
                 f"{run.path} has learned {join_first(stored_order)} ({difference}), and nothing can follow: "
-                f"{reason}. Allowed: {resume}; another name=… learns all from the beginning"
+                f"{reason}. Allowed: {resume_hint}; another name=… learns all from the beginning"
             )
 
     scores = run.load_scores()
@@ -195,11 +197,13 @@ def reject_order(plan: Plan, run: RunDir, stored_order: Sequence[str]) -> None:
         folder = run.path.with_name(f"{run.path.name}-{new_domains[-1]}")
         raise ValueError(
             f"{run.path} has learned {join_first(stored_order)} ({difference}) and stays as it is. "
-            f"Allowed: 'extend={run.path}' 'hydra.run.dir={folder}' learns what is new; {resume}"
+            f"Allowed: 'extend={run.path}' 'hydra.run.dir={folder}' learns what is new; {resume_hint}"
         )
+
+    remedy = "restore them" if gone_domains else resume_hint
     raise ValueError(
         f"order={format_value(plan.run.order)} means other domains than when {run.path} was started "
-        f"({difference}); {'restore them' if gone_domains else resume}, "
+        f"({difference}); {remedy}, "
         "another name=… begins a new run, or delete the folder"
     )
 

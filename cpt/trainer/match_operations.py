@@ -105,7 +105,7 @@ def count_operations(plan: Plan, machine: Machine, corpora: Corpora, base: Base)
     module = build_method(plan, machine, base)
     data = build_data(plan, machine, corpora, base, module)
     profiles = profile_run(plan, machine, corpora, base, module, data)
-    stage_profiles = extend_profiles(profiles, len(data))[1:]
+    stage_profiles = extend_profiles(profiles, len(data))[1:]  # without that of the base, the first
 
     operations = Operations()
     for stage, profile in zip(data, stage_profiles, strict=True):

@@ -130,7 +130,8 @@ class Plan(Sections):
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:
-        """Hashes of these evaluations (options, sizes and times of data), by their keys in scores.json."""
+        """Hashes of the evaluations besides the loss (options, sizes and times of data), by their keys in
+        scores.json."""
         hashes = {}
         if self.endtasks is not None:
             hashes["endtasks"] = digest([self.resolved["endtask"], self.endtasks.stamp])

@@ -77,7 +77,8 @@ def measure_run_chats(
 
 
 def measure_request(evaluator: ChatEvaluator, module: ContinualMethod, texts: RunTexts, request: str) -> Any:
-    """The losses of a request by chat, [2, chats]: nats, scored tokens."""
+    """The losses of the model on each chat of a request (LOSSES or BASE_LOSSES), [2, chats]: nats and scored
+    tokens."""
     return measure_row_losses(
         module.model_for(BASE),
         evaluator.make_rows(request),

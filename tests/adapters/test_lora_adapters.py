@@ -79,7 +79,7 @@ def test_targets_are_ends_of_names_or_a_regular_expression():
     ):
         model = build()
         scope = attach(model, targets=targets)
-        assert list(lora.lora_layers(model)) == layer_names and len(scope.maps) == 2 * len(layer_names)
+        assert list(lora.lora_layers(model)) == layer_names and len(scope.projections) == 2 * len(layer_names)
 
 
 def test_an_adapted_embedding_is_no_longer_the_heads():

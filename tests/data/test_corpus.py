@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus
 from cpt.data.corpora import Corpora, SharedDocuments, find_shared_documents
-from cpt.data.corpus import SPLITS, assign, read_documents
+from cpt.data.corpus import SPLITS, assign_splits, read_documents
 from cpt.data.sources.base import TextOptions
 from tests.support.data_fixtures import HELD_OUT, TEXT_SOURCE, make_prose
 
@@ -98,10 +98,10 @@ def test_the_split_is_that_of_a_slow_loop(documents, max_documents):
             expected[rank(members, "most")[max_documents:]] = -2
 
     if all((expected == split).any() for split in range(3)):
-        assert assign(hashes, splits, name="x", held_out=held_out).tolist() == expected.tolist()
+        assert assign_splits(hashes, splits, name="x", held_out=held_out).tolist() == expected.tolist()
     else:
         with pytest.raises(ValueError, match="too few to train, validate and test on"):
-            assign(hashes, splits, name="x", held_out=held_out)
+            assign_splits(hashes, splits, name="x", held_out=held_out)
 
 
 def test_copies_are_left_out_and_counted_and_text_that_is_no_unicode_is_mended(tmp_path):
@@ -148,7 +148,7 @@ def test_a_source_is_read_once_and_again_where_it_or_the_split_changes(tmp_path)
     assert source.num_reads == 4
 
 
-def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_path, caplog):
+def test_held_out_documents_in_the_training_text_of_another_domain_are_reported(tmp_path, caplog):
     texts = make_prose(60)
     # The last five documents of a, which are held out, are the first of b.
     documents = {

@@ -116,12 +116,12 @@ def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, trunca
 def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
     tokenizer = STYLES["opened"]()
     (example,) = make_examples(1)
-    encode_together = Encoder.together
+    encode_pairs = Encoder.encode_pairs
 
     def drop_first_token(self, pairs):
-        return [ids[1:] for ids in encode_together(self, pairs)]
+        return [ids[1:] for ids in encode_pairs(self, pairs)]
 
-    monkeypatch.setattr(Encoder, "together", drop_first_token)
+    monkeypatch.setattr(Encoder, "encode_pairs", drop_first_token)
     answer = answer_ids(encoder(tokenizer).encode(example))
     assert decode_text(tokenizer, answer) == f" {example.target}"
 

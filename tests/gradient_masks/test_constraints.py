@@ -69,12 +69,12 @@ def test_directions_are_those_of_the_model_before_each_domain(build):
     work = build("osf", "method.protected_share=0.25", "method.growth=0.25", "method.max_protected_share=0.4")
     for number, share in ((0, 0.25), (1, 0.4)):
         subspaces = work.module.subspaces
-        start_weights = {name: weight.detach().clone() for name, weight in subspaces.maps.items()}
+        start_weights = {name: weight.detach().clone() for name, weight in subspaces.weights.items()}
         work.learn(number)
         for name, start in start_weights.items():
             rank = int(share * min(start.shape) + 1e-9)
             assert subspaces.bases.named()[f"{name}.left"].shape[1] == rank
-            movement = subspaces.maps[name].detach().double() - start
+            movement = subspaces.weights[name].detach().double() - start
             share_in_either, _ = find_shares(movement, *projectors(start, rank))
             assert share_in_either < 1e-8, name
 
@@ -98,7 +98,7 @@ def test_a_block_that_changes_less_is_protected_more(build):
         assert shares == pytest.approx(expected)
     work.learn(1)
     bases = work.module.subspaces.bases.named()
-    for name, weight in work.module.subspaces.maps.items():
+    for name, weight in work.module.subspaces.weights.items():
         in_block = [name.startswith(f"{block}.") for block in work.module.blocks]
         share = (0.1, 0.8)[in_block.index(True)]
         assert bases[f"{name}.left"].shape[1] == int(share * min(weight.shape)), name

@@ -99,7 +99,7 @@ def test_magnitudes_count_a_prompt_and_no_padding():
 def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
     model = build_gpt2().eval()
     mask = make_mask(model)
-    [widest] = [layer for layer in mask.maps if layer.name.endswith("h.1.attn.c_attn")]
+    [widest] = [layer for layer in mask.projections if layer.name.endswith("h.1.attn.c_attn")]
     outputs = []
     widest.module.register_forward_hook(lambda module, args, output: outputs.append(output.flatten(0, -2)))
 
@@ -185,15 +185,15 @@ def test_the_rows_are_those_with_the_largest_outputs(family):
     factors = dict(mask.factors())
 
     # The outputs of each row alone, without padding.
-    outputs = {layer.module: [] for layer in mask.maps}
-    for layer in mask.maps:
+    outputs = {layer.module: [] for layer in mask.projections}
+    for layer in mask.projections:
         layer.module.register_forward_hook(
             lambda module, args, output: outputs[module].append(output.detach())
         )
     for number in range(3):
         model(**{name: sequences[number][None] for name, sequences in rows.items()})
 
-    for layer, layer_rows in zip(mask.maps, mask.row_slices, strict=True):
+    for layer, layer_rows in zip(mask.projections, mask.row_slices, strict=True):
         layer_sums = sum(output.abs().sum((0, 1)) for output in outputs[layer.module])
         torch.testing.assert_close(sums[layer_rows], layer_sums, rtol=1e-4, atol=1e-5, msg=layer.name)
         expected = []
@@ -256,7 +256,7 @@ def test_biases_and_heads_only_when_asked():
 @pytest.mark.parametrize("apply_to", ["gradient", "update", "frozen"])
 def test_what_masked_rows_do_under_adam(apply_to, build, monkeypatch):
     work = build("migu", f"method.mask.apply_to={apply_to}", "optim.weight_decay=0.3", "trainer.steps=3")
-    weight = work.module.masks[0].maps[0].module.weight
+    weight = work.module.masks[0].projections[0].module.weight
     upper = slice(None, len(weight) // 2)
     lower = slice(len(weight) // 2, None)
     states = []  # before each step: the weight and its moments
@@ -322,7 +322,7 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
     importances = estimate_fisher(
         model, work.importance_batches(), objective=work.module.objective, estimator="per_sample"
     )
-    for layer in mask.maps:
+    for layer in mask.projections:
         name = f"{layer.name}.weight"
         scores = importances[name].sum(1 - layer.axis)
         has_moved = (layer.module.weight != model.get_parameter(name)).any(1 - layer.axis)

@@ -365,7 +365,7 @@ def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
     inner = x @ lora.factors_of(layer)[0].T
     if "moelora" in method:
         inner = inner * layer.router(x).float().softmax(-1).repeat_interleave(2, -1)
-    names = [projection.name for projection in mask.maps]
+    names = [projection.name for projection in mask.projections]
     for half, outputs in (("A", inner), ("B", layer_output)):
         rows = mask.row_slices[names.index(f"{name}.lora_{half}")]
         torch.testing.assert_close(mask.sums[rows], outputs.abs().sum((0, 1)), rtol=1e-4, atol=1e-4)

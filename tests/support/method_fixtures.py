@@ -119,7 +119,7 @@ def assert_unchosen_rows_are_unchanged(run: MethodFixture, start: Mapping[str, T
     is_unchosen = mask.chosen == 0
     assert is_unchosen.any() and not is_unchosen.all()
     names = {weight: name for name, weight in run.module.model.named_parameters()}
-    for layer, rows in zip(mask.maps, mask.row_slices, strict=True):
+    for layer, rows in zip(mask.projections, mask.row_slices, strict=True):
         is_changed = layer.weight.detach() != start[names[layer.weight]]
         masked_rows = is_unchosen[rows].nonzero().flatten()
         assert not is_changed.index_select(layer.axis, masked_rows).any()

@@ -74,7 +74,7 @@ class HarnessTexts:
     def find_beginning(self) -> str:
         """The text of the ids before a text, with a blank where the tokenizer needs one to make these ids."""
         tokenizer = self.encoder.tokenizer
-        begin_ids = self.encoder.frame[0]
+        begin_ids = self.encoder.frame.begin
         begin = tokenizer.decode(begin_ids)
         expected = begin_ids + tokenizer.encode("a", add_special_tokens=False)
         for candidate in (begin, f"{begin} "):
@@ -95,7 +95,7 @@ class HarnessTexts:
         # question that was not cut stays as it is.
         if encoder.ids_of([question])[0] != prompt.ids:
             question = encoder.tokenizer.decode(prompt.ids, skip_special_tokens=True)
-        if encoder.frame[1] and not encoder.seq2seq:
+        if encoder.frame.end and not encoder.seq2seq:
             question = self.beginning + question
         return {
             "id": example.id,
@@ -115,7 +115,7 @@ class HarnessTexts:
             return [(encode(question), encode(choice, add_special_tokens=False)) for choice in choices]
 
         # The harness has a causal model add its special tokens, unless the text has its first one already.
-        adds_special = not self.encoder.frame[1] and not question.startswith(self.prefix)
+        adds_special = not self.encoder.frame.end and not question.startswith(self.prefix)
         question_ids = encode(question, add_special_tokens=adds_special)
         pairs = []
         for choice in choices:

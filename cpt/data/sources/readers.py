@@ -147,7 +147,7 @@ def read_folder(
     # All .txt files of a folder have one unit, whichever file shows it; a Markdown file is a document.
     plain_unit = document
     if document == "auto":
-        with naming_others(files.text):
+        with naming_misencoded(files.text):
             plain_unit = choose_unit([path for path in files.text if find_suffix(path) == ".txt"])
     oddities = Oddities()
     sizes = [estimate_bytes(path) for path in files.text]
@@ -158,7 +158,7 @@ def read_folder(
         for path, end in zip(files.text, ends, strict=True):
             split = split_of(path.relative_to(folder)) or "train"
             unit = "file" if find_suffix(path) == ".md" and document == "auto" else plain_unit
-            with naming_file(path), naming_others(files.text):
+            with naming_file(path), naming_misencoded(files.text):
                 for text in read_file_documents(
                     path, column=column, unit=unit, oddities=oddities, reject=reject
                 ):
@@ -353,9 +353,9 @@ def read_lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
 
 
 @contextmanager
-def naming_others(paths: Sequence[Path]) -> Iterator[None]:
-    """An EncodingError with all .txt and .md files among `paths` that are not UTF-8 by their first lines, so
-    that they are converted at once."""
+def naming_misencoded(paths: Sequence[Path]) -> Iterator[None]:
+    """Inside the context an EncodingError names all .txt and .md files among `paths` that are not UTF-8 by
+    their first lines, so that they are converted at once."""
     try:
         yield
     except EncodingError as error:
@@ -371,7 +371,7 @@ def check_encodings(paths: Sequence[Path]) -> None:
     ValueError where it is damaged: found before a run loads its libraries, and at once also where there are a
     million files."""
     plain_paths = [path for path in paths if find_suffix(path) in PLAIN_SUFFIXES]
-    with naming_others(plain_paths):
+    with naming_misencoded(plain_paths):
         for path in plain_paths[:NUM_CHECKED_FILES]:
             with naming_file(path):
                 read_first_lines(path)
@@ -396,8 +396,8 @@ def has_other_encoding(path: Path) -> bool:
 
 @contextmanager
 def explaining_zstd(path: Path) -> Iterator[None]:
-    """The error of a zstd frame whose window is larger than decoders allow (`zstd --long=28` or more), with
-    what to do."""
+    """Inside the context the error of a zstd frame whose window is larger than decoders allow
+    (`zstd --long=28` or more) says what to do."""
     try:
         yield
     except OSError as error:

@@ -624,15 +624,15 @@ class Tasks(Source):
         if self.root is None:
             for number, record in enumerate(docstrings.package_task(name)):
                 yield "train", number, record
-        numbers: Counter[str] = Counter()
+        num_usable: Counter[str] = Counter()  # by split, so far
         for split, path in self.read_files(name):
-            num_before = numbers[split] + bad.counts.total()
+            num_before = num_usable[split] + bad.counts.total()
             with text_files.naming_file(path):
                 rows = read_records(path, self.format, self.columns, bad=bad, ignored_keys=ignored_keys)
                 for record in rows:
-                    yield split, numbers[split], record
-                    numbers[split] += 1
-            if numbers[split] + bad.counts.total() == num_before:
+                    yield split, num_usable[split], record
+                    num_usable[split] += 1
+            if num_usable[split] + bad.counts.total() == num_before:
                 raise ValueError(f"{path} is empty; needed: a row or more, or no such file")
 
     def read_files(self, name: str) -> Iterator[tuple[str, Path]]:
