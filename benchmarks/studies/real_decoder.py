@@ -472,14 +472,16 @@ def tabulate_predictors(all_runs: Sequence[MeasuredRun]) -> Iterator[str]:
 
 
 def collect_points(runs: Sequence[MeasuredRun], predictor: Measure, outcome: Measure) -> np.ndarray:
-    """[runs, 2]: predictor and outcome of the runs that have both; runs with equal bits count once."""
+    """[runs, 2]: predictor and outcome of the runs that have both; runs with equal bits count once. Sorted,
+    as the draws of the intervals depend on the order, which folders of runs and published scores give
+    differently."""
     points = []
     for run in runs:
         cause = predictor(run)
         loss = outcome(run)
         if cause is not None and loss is not None and run.scores.run["method"] != "none":
             points.append((cause.mean, loss.mean))
-    return np.array(list(dict.fromkeys(points)))
+    return np.array(sorted(set(points)))
 
 
 def format_fit(points: np.ndarray) -> list[str]:

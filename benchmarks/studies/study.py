@@ -236,7 +236,10 @@ def list_overrides(run: Mapping[str, Any]) -> list[str]:
     overrides = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
     for option in run["variant"].split("; "):
         key = option.partition("=")[0]
-        if key.partition(".")[0] in SECTIONS and ("." in key or key in WHOLE_CHOICES):
+        section = key.partition(".")[0]
+        # A variant leaves out "method.": without a mask of the run, mask.threshold is that of method=migu.
+        is_of_method = section == "mask" and run["mask"] == "none"
+        if section in SECTIONS and ("." in key or key in WHOLE_CHOICES) and not is_of_method:
             overrides.append(option)
         elif option:
             overrides.append(f"method.{option}")
