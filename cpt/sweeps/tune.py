@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cpt.reporting.tuning import FinalRun, Trial
 
 log = logging.getLogger(__name__)
+MULTIPLIER = "method.lr_multiplier"  # conf/ interpolates it into optim.lr
 ANY = "*"  # a part of a key of `search` that stands for any name, as of the sources of replay
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
 
@@ -203,12 +204,19 @@ class TuneSweeper(OptunaSweeper):
         if self.on_tasks:
             check_endtasks(cfg)
 
+        other_choices = [choice for choice in choices if not choice.startswith("method=")]
+        label = " ".join([str(cfg.method.name), *other_choices])
+
         fixed_keys = {line.lstrip("+").partition("=")[0] for line in fixed}
         space = {key: override for key, override in find_space(cfg).items() if key not in fixed_keys}
+        has_rate = "optim.lr" in searched or not OmegaConf.is_interpolation(cfg.optim, "lr")
+        if has_rate and space.pop(MULTIPLIER, None) is not None:
+            log.info(
+                "Not searched for %s: %s, which has no effect where optim.lr is given", label, MULTIPLIER
+            )
         space.update(searched)
-        other_choices = [choice for choice in choices if not choice.startswith("method=")]
         return Candidate(
-            label=" ".join([str(cfg.method.name), *other_choices]),
+            label=label,
             overrides=[*fixed, *choices],
             space=space,
             defaults=find_defaults(cfg, space, grid=self.sampler == "grid"),

@@ -439,6 +439,15 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     assert final_lines == [["seed=0", "seed=1"]]
     assert ewc.overrides == ["order=1", "method=ewc", "mask=none"]
 
+    # The multiplier of a rate is searched where the rate follows from it.
+    assert list(read_candidate("method=lora").space) == ["method.lr_multiplier"]
+    assert list(read_candidate("method=lora", "model.lr=choice(1,2)").space) == [
+        "method.lr_multiplier",
+        "model.lr",
+    ]
+    assert read_candidate("method=lora", "optim.lr=3e-4").space == {}
+    assert list(read_candidate("method=lora", "optim.lr=interval(1e-4,1e-2)").space) == ["optim.lr"]
+
     # A value that is given is no part of the space; the space itself can be given, too.
     derpp = read_candidate("method=choice(derpp)", "method.alpha=choice(0.3)")
     assert list(derpp.space) == ["method.beta"] and "method.alpha=0.3" in derpp.overrides
