@@ -48,32 +48,32 @@ def main(arguments: Sequence[str]) -> int:
     folders = options.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     reasons: dict[Path, str] = {}
     for folder in folders:
-        reasons.update(find_removable(folder, options.days, stages=options.stages))
+        reasons.update(find_removable(folder, options.days, with_stages=options.stages))
     total_size = 0
     for path, reason in sorted(reasons.items()):
         size = count_freed_bytes(path)  # before it is removed
         total_size += size
         outcome = f"; {remove(path)}" if options.yes else describe_users(path)
         print(f"{format_bytes(size):>12}  {path}: {reason}{outcome}")
-    print(format_summary(len(reasons), total_size, removed=options.yes))
+    print(format_summary(len(reasons), total_size, are_removed=options.yes))
     return 0
 
 
-def format_summary(count: int, size: int, *, removed: bool) -> str:
+def format_summary(count: int, size: int, *, are_removed: bool) -> str:
     """How many entries there were, what they take together, and how one removes them. Of entries that were to
     be removed some may have been in use: each has its own line.
 
-    >>> format_summary(0, 0, removed=False)
+    >>> format_summary(0, 0, are_removed=False)
     'Nothing to remove'
-    >>> format_summary(1, 900, removed=False)
+    >>> format_summary(1, 900, are_removed=False)
     '1 entry, 900 B; add --yes to remove'
-    >>> format_summary(3, 900, removed=True)
+    >>> format_summary(3, 900, are_removed=True)
     '3 entries'
     """
     if count == 0:
         return "Nothing to remove"
     text = count_noun(count, "entry", "entries")
-    return text if removed else f"{text}, {format_bytes(size)}; add --yes to remove"
+    return text if are_removed else f"{text}, {format_bytes(size)}; add --yes to remove"
 
 
 def count_freed_bytes(path: Path) -> int:
@@ -93,7 +93,7 @@ def count_freed_bytes(path: Path) -> int:
     return num_bytes
 
 
-def find_removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path, str]]:
+def find_removable(folder: Path, days: float, *, with_stages: bool) -> Iterator[tuple[Path, str]]:
     """What could be removed at or below a folder, and why."""
     for root, subfolders, files in os.walk(folder.resolve()):
         path = Path(root)
@@ -111,7 +111,7 @@ def find_removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple
                 yield path, "of an older format, which this version does not read"
             elif unused_days > days:
                 yield path, f"not used for {count_noun(round(unused_days), 'day')}"
-        elif stages and is_run:
+        elif with_stages and is_run:
             for stage_folder in find_finished_stages(path):
                 yield stage_folder, f"of a finished run{describe_loss(stage_folder)}"
 

@@ -152,8 +152,9 @@ class Graft:
 
     @classmethod
     def plan(cls, run_folder: RunDir, *, instruct: str, base: str, weight: float) -> "Graft":
-        """Reads names and shapes, and weights until some are found that were tuned. Raises ValueError for
-        models that do not go together."""
+        """The graft of an instruct model's difference from its base onto the model of a run. Reads names and
+        shapes, and weights until some are found that were tuned. Raises ValueError for models that do not go
+        together."""
         run_checkpoint = open_checkpoint("RUN", str(run_folder.model))
         base_checkpoint = open_checkpoint("--base", base)
         instruct_checkpoint = open_checkpoint("--instruct", instruct)

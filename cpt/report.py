@@ -131,7 +131,7 @@ def compare_folders(options: argparse.Namespace) -> int:
             title="Comparison of runs",
             stem=stem,
             head=describe_comparison_head(sections, stem=stem.name),
-            vectors=True,
+            with_vectors=True,
         )
         if sections:
             export_csv(sections, stem.with_name(f"{stem.name}.csv"))
@@ -307,7 +307,7 @@ def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], 
 
     for stem, page in pages.items():
         pictures = [block for block in page if block.picture]
-        for name in write_pictures(pictures, stem=folder / stem, vectors=True):
+        for name in write_pictures(pictures, stem=folder / stem, with_vectors=True):
             print(folder / f"{name}.pdf")
     return 0 if runs else 2
 

@@ -233,7 +233,7 @@ def write_tokenizer(
         own_tokenizer.save_pretrained(folder)
         text = json.dumps(definition, ensure_ascii=False, indent=1)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-        change_tokenizer_config(folder)  # without how the checkpoint's own was loaded
+        change_tokenizer_config(folder)  # which says how the checkpoint's own tokenizer was loaded
 
     problem = describe_loaded(folder, own_tokenizer, definition, options)
     if problem:  # the class of the checkpoint's tokenizer builds it in its own way

@@ -301,20 +301,20 @@ class UnfinishedAnswers:
             "batch_size": options.batch_size,
             "template_options": options.template_options,
         }
-        self.head = json.dumps(settings)
+        self.settings_line = json.dumps(settings)
 
     def read(self) -> list[PromptAnswer]:
         """The answers of whole batches; none of another command. The file is then ready for the next."""
         answers = []
         if self.path.exists():
-            head, *lines = self.path.read_text(encoding="utf-8").split("\n")
-            if head == self.head:
+            settings_line, *lines = self.path.read_text(encoding="utf-8").split("\n")
+            if settings_line == self.settings_line:
                 whole_lines = lines[:-1]  # what follows the last end of a line was not written whole
                 answers = [PromptAnswer(**json.loads(line)) for line in whole_lines]
         num_whole = len(answers) - len(answers) % self.batch_size
         answers = answers[:num_whole]
 
-        write_atomically(self.path, f"{self.head}\n")
+        write_atomically(self.path, f"{self.settings_line}\n")
         self.append(answers)
         return answers
 

@@ -411,13 +411,13 @@ def list_newest_layers(name: str, mixture: MoELayer) -> list[Projection]:
 
 
 @contextmanager
-def use_experts(model: nn.Module, group: int, *, before: bool = False) -> Iterator[None]:
-    """A context in which only the experts of a group are active, or with `before` only those of the groups
-    before it. The group BASE is expert 0, the model's own FFN."""
+def use_experts(model: nn.Module, group: int, *, only_earlier: bool = False) -> Iterator[None]:
+    """Inside the context only the experts of a group are active, or with `only_earlier` only those of the
+    groups before it. The group BASE is expert 0, the model's own FFN."""
     mixtures = list(find_mixtures(model).values())
     for mixture in mixtures:
         members = mixture.members(group)
-        mixture.active = range(members.start) if before else members
+        mixture.active = range(members.start) if only_earlier else members
     try:
         yield
     finally:

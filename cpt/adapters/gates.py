@@ -116,10 +116,10 @@ class Gates:
             gate.s = s
 
     @torch.no_grad()
-    def redraw(self, generator: torch.Generator, *, std: float = 1.0, opened: bool = False) -> None:
-        """Draws e from N(0, std^2), or if all are to be `opened` from U(0, 2 std), on the CPU."""
+    def redraw(self, generator: torch.Generator, *, std: float = 1.0, are_open: bool = False) -> None:
+        """Draws e from N(0, std^2), or if they all `are_open` from U(0, 2 std), on the CPU."""
         for gate in self.modules:
-            if opened:
+            if are_open:
                 gate.e.copy_(2 * std * torch.rand(len(gate.e), generator=generator))
             else:
                 gate.e.copy_(std * torch.randn(len(gate.e), generator=generator))

@@ -70,9 +70,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Errors of a write inside the context as an OSError that names the path: that of a system call without
-    a path, and those that safetensors, torch and tokenizers raise in other classes. Where room is lacking,
-    with how much there is."""
+    """Turns errors of a write inside the context into an OSError that names the path: that of a system call
+    without a path, and those that safetensors, torch and tokenizers raise in other classes. Where room is
+    lacking, it says how much there is."""
     try:
         yield
     except OSError as error:

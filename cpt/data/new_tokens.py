@@ -244,7 +244,7 @@ def name_merges(
         entry_of[first + second] = joined
         new_entries[joined] = None
         new_merges[first_entry, second_entry] = None
-    return Extension(list(new_entries), list(new_merges), [])
+    return Extension(entries=list(new_entries), merges=list(new_merges), scores=[])
 
 
 def choose_words(
@@ -269,7 +269,8 @@ def choose_words(
             counts[text] = count
 
     chosen = sorted(savings, key=lambda text: (-savings[text], text))[:num_tokens]
-    return Extension(chosen, [], [math.log(counts[text] / total) for text in chosen])
+    scores = [math.log(counts[text] / total) for text in chosen]
+    return Extension(entries=chosen, merges=[], scores=scores)
 
 
 def extend_definition(tokenizer: PreTrainedTokenizerBase, extension: Extension) -> dict[str, Any]:

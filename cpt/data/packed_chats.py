@@ -121,11 +121,12 @@ def pack_chats(
         begins = np.cumsum(lengths) - lengths
         num_packed = 0
         with (
-            NumberWriter(folder, CHATS, np.dtype(np.int64)) as rows,
-            NumberWriter(folder, ENDS, np.dtype(np.int64)) as ends,
+            NumberWriter(folder, CHATS, np.dtype(np.int64)) as chat_indices,  # in the order of the rows
+            NumberWriter(folder, ENDS, np.dtype(np.int64)) as ends,  # of each row, among these indices
         ):
             for packed in pack_examples(packer, chats.rows):
-                rows.write(np.searchsorted(begins, packed.pieces["begin"]))
+                # A piece is a whole chat: its first token says which.
+                chat_indices.write(np.searchsorted(begins, packed.pieces["begin"]))
                 ends.write(num_packed + np.cumsum(packed.num_pieces))
                 num_packed += len(packed.pieces)
         (folder / "facts.json").write_text(json.dumps({"chats": num_packed}))

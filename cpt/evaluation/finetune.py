@@ -58,7 +58,7 @@ def encode_examples(
     *,
     length: int,
     classes: list[str],
-    types: bool,
+    has_types: bool,
 ) -> EncodedExamples:
     """Examples as a tokenizer's own template has them, cut at the longer text to `length` tokens in all."""
     # A tokenizer takes either texts or pairs of texts.
@@ -81,7 +81,7 @@ def encode_examples(
 
     has_second_type = any(any(row.get("token_type_ids", ())) for row in rows)
     token_types = None
-    if types and has_second_type:
+    if has_types and has_second_type:
         token_types = [torch.tensor(row["token_type_ids"]) for row in rows]
     return EncodedExamples(
         ids=[torch.tensor(row["input_ids"]) for row in rows],

@@ -60,10 +60,11 @@ class CopyingMethod(ContinualMethod):
         """A context in which the model has the modules of one domain (-1: the base)."""
 
     def choose_source(
-        self, importance_batches: Iterable[Batch], learned: Sequence[int], *, base: bool
+        self, importance_batches: Iterable[Batch], learned: Sequence[int], *, includes_base: bool
     ) -> int:
-        """The domain whose modules are copied, noted in `sources`; `base` says whether the base competes."""
-        candidates = self.list_candidates(learned, base=base)
+        """The domain whose modules are copied, recorded in `sources`; with `includes_base` the base is a
+        candidate, too."""
+        candidates = self.list_candidates(learned, includes_base=includes_base)
         if self.options.start == "nearest":
             self.perplexities = self.measure_perplexities(importance_batches, candidates)
             perplexities = self.perplexities.tolist()
@@ -76,13 +77,13 @@ class CopyingMethod(ContinualMethod):
         self.sources = torch.cat([earlier_sources, earlier_sources.new_tensor([source])])
         return source
 
-    def list_candidates(self, learned: Sequence[int], *, base: bool) -> list[int]:
+    def list_candidates(self, learned: Sequence[int], *, includes_base: bool) -> list[int]:
         """The domains whose modules may be copied."""
         if self.options.start == "base" or not learned:
             return [BASE]
         if self.options.start != "nearest":
             return [learned[-1]]
-        return [BASE, *learned] if base else list(learned)
+        return [BASE, *learned] if includes_base else list(learned)
 
     @torch.no_grad()
     def measure_perplexities(self, importance_batches: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
@@ -155,7 +156,7 @@ class DEMIX(CopyingMethod):
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         # The base competes where the mixture that scores text has it as an expert.
         source = self.choose_source(
-            importance_batches, self.domain_params.domains, base=self.router.routing.base
+            importance_batches, self.domain_params.domains, includes_base=self.router.routing.base
         )
         self.domain_params.load_into(self.model, source)
 
@@ -271,7 +272,7 @@ class LifelongMoE(CopyingMethod):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.mixtures:
-            source = self.choose_source(importance_batches, range(self.domain.index), base=True)
+            source = self.choose_source(importance_batches, range(self.domain.index), includes_base=True)
             reshard(self.model)  # passes leave weights gathered, and copies into gathered weights are lost
             for mixture in self.mixtures:
                 mixture.copy_group(source)
@@ -306,7 +307,7 @@ class LifelongMoE(CopyingMethod):
         """The logits of f_{t-1}: with the dense weights before the domain, and without its experts."""
         newest = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE  # of no effect without mixtures
         weights = swap_weights(self.model, self.teacher.named())
-        experts = use_experts(self.model, newest, before=True)
+        experts = use_experts(self.model, newest, only_earlier=True)
         with set_mode(self.model, training=False), weights, experts:
             logits, _ = self.objective.keep_logits(self.model, batch)
         return logits

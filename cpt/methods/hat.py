@@ -158,7 +158,7 @@ class HAT(GatedMethod):
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         default_std = STD_STARTING_OPEN if self.starts_open else STD_STARTING_NORMAL
         std = self.options.gate_std or default_std
-        self.gates.redraw(self.make_generator(), std=std, opened=self.starts_open)
+        self.gates.redraw(self.make_generator(), std=std, are_open=self.starts_open)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.gated_losses(batch, name="hat", weight=self.options.strength)

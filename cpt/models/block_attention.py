@@ -167,9 +167,9 @@ def check_isolation(model: PreTrainedModel, *, causal: bool = True) -> None:
 
 
 @torch.no_grad()
-def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = True) -> None:
-    """Raises ValueError for a model whose hidden states of a few samples in shared rows, or of `documents` in
-    a row of text, are not those of rows of their own."""
+def try_isolation(model: PreTrainedModel, *, are_documents: bool, causal: bool = True) -> None:
+    """Raises ValueError for a model whose hidden states of a few samples in shared rows, or with
+    `are_documents` in a row of text, are not those of rows of their own."""
     check_isolation(model, causal=causal)
 
     # Samples of different lengths, and the same ones in shared rows.
@@ -180,7 +180,7 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
     ids = ids.to(model.device)
     is_token = (torch.arange(longest) < lengths[:, None]).to(model.device)
     batch: Batch = {"input_ids": ids, "attention_mask": is_token.long()}
-    if documents:
+    if are_documents:
         owners = torch.arange(len(lengths), device=model.device)[:, None].expand_as(is_token)
         shared_batch: Batch = {"input_ids": ids[is_token][None], "segments": owners[is_token][None]}
     else:
@@ -193,22 +193,22 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
             shared = hidden_states(model, inputs)
         except (RuntimeError, TypeError, AttributeError, IndexError) as error:
             # Samples in shared rows need no mask of blocks, so the error has another cause.
-            if not documents:
+            if not are_documents:
                 raise
             log.debug("blocks: %s", error)
             refuse_isolation(model, "takes no mask of blocks")
-    shared = shared[0] if documents else split_samples(shared, positions, batch)[is_token]
+    shared = shared[0] if are_documents else split_samples(shared, positions, batch)[is_token]
     if not (separate - shared).abs().max() <= 1e-4 * separate.abs().max():  # rounding; nan differs
         refuse_isolation(model, "mixes the samples of a row")
 
 
-def try_lengths(model: PreTrainedModel, *, documents: bool) -> None:
-    """Raises ValueError for a causal model whose class does not pass the lengths of samples, or of
-    `documents`, on to flash attention, which would mix them. Tried with a plain form of it."""
+def try_lengths(model: PreTrainedModel, *, are_documents: bool) -> None:
+    """Raises ValueError for a causal model whose class does not pass the lengths of samples, or of documents
+    with `are_documents`, on to flash attention, which would mix them. Tried with a plain form of it."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation(REFERENCE)
     try:
-        try_isolation(model, documents=documents)
+        try_isolation(model, are_documents=are_documents)
     except InvalidOptionError as error:
         raise InvalidOptionError(
             "trainer.attn_implementation",

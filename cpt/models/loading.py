@@ -127,17 +127,18 @@ def find_text_decoder(config: PretrainedConfig) -> str:
     return ""
 
 
-def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
-    """Raises ValueError for an objective that does not go with `answers` or `isolated` documents."""
-    if name == "masked" and answers:
+def check_packing(name: str, *, is_isolated: bool, has_answers: bool) -> None:
+    """Raises ValueError for an objective that does not go with answers to examples (`has_answers`) or with
+    documents that share rows and do not see each other (`is_isolated`)."""
+    if name == "masked" and has_answers:
         raise InvalidOptionError(
             "model.objective",
             "masked",
             reason="a masked model writes no answers to examples",
             allowed="a causal model, like model=tiny_gpt2, or an encoder-decoder",
         )
-    if name in SEQ2SEQ and isolated:
-        packings = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, none"
+    if name in SEQ2SEQ and is_isolated:
+        packings = "none, or a causal model, like model=tiny_gpt2" if has_answers else "concat, none"
         raise InvalidOptionError(
             "domains.packing",
             "document_mask",
@@ -151,15 +152,15 @@ def make_objective(
     tokenizer: PreTrainedTokenizerBase,
     config: Any,
     *,
-    answers: bool,
-    isolated: bool,
+    has_answers: bool,
+    is_isolated: bool,
     mixes_chats: bool = False,
 ) -> Objective:
-    """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows.
-    With `mixes_chats` raw text is trained on together with chats. Raises ValueError for an objective that the
-    model or its tokenizer does not fit."""
+    """The objective of raw text, or with `has_answers` that of answers to examples. With `is_isolated`
+    documents or samples share rows and do not see each other. With `mixes_chats` raw text is trained on
+    together with chats. Raises ValueError for an objective that the model or its tokenizer does not fit."""
     objective = choose_objective(
-        options, tokenizer, config, answers=answers, isolated=isolated, mixes_chats=mixes_chats
+        options, tokenizer, config, has_answers=has_answers, is_isolated=is_isolated, mixes_chats=mixes_chats
     )
     objective.max_logits = options.max_logits
     return objective
@@ -170,14 +171,14 @@ def choose_objective(
     tokenizer: PreTrainedTokenizerBase,
     config: Any,
     *,
-    answers: bool,
-    isolated: bool,
+    has_answers: bool,
+    is_isolated: bool,
     mixes_chats: bool,
 ) -> Objective:
-    """What `make_objective` makes, before its limit of logits: an objective of questions with `answers`, else
-    of raw text, which a decoder may mix with chats."""
+    """What `make_objective` makes, before its limit of logits: an objective of answers to questions with
+    `has_answers`, else of raw text, which a decoder may mix with chats."""
     name = resolve_objective(options.objective, config)
-    check_packing(name, isolated=isolated, answers=answers)
+    check_packing(name, is_isolated=is_isolated, has_answers=has_answers)
     padding = padding_id(tokenizer)
 
     if name == "span":
@@ -186,12 +187,12 @@ def choose_objective(
             start = padding
         # The decoder of a new model starts with padding, as those of T5.
         span = make_span(options, tokenizer, start=start if options.name_or_path else padding)
-        return Seq2SeqAnswers(span, pad=padding, start=start) if answers else span
+        return Seq2SeqAnswers(span, pad=padding, start=start) if has_answers else span
 
     raw = Masked(tokenizer, rate=options.mask_rate) if name == "masked" else Causal()
-    if answers:
-        return CausalAnswers(raw, pad=padding, sharing=make_sharing(config) if isolated else None)
-    raw.isolated = isolated
+    if has_answers:
+        return CausalAnswers(raw, pad=padding, sharing=make_sharing(config) if is_isolated else None)
+    raw.isolated = is_isolated
     if mixes_chats:
         assert isinstance(raw, Causal)  # as cpt.trainer.check_model has seen to
         return CausalMixture(raw, pad=padding)

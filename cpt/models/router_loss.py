@@ -52,8 +52,12 @@ def find_router_weights(setting: float | str, config: PretrainedConfig) -> Route
     text_config = config.get_text_config()
     configured_balance = 0.0
     for key in BALANCE_KEYS:
-        configured_balance = configured_balance or getattr(text_config, key, None) or 0.0
+        weight = getattr(text_config, key, None)
+        if weight:
+            configured_balance = weight
+            break
     configured_z = getattr(text_config, Z_KEY, None) or 0.0
+
     if setting == AUTO:
         return RouterWeights(configured_balance, configured_z)
     if setting == 0:

@@ -333,7 +333,7 @@ def find_stale_rows(
     is_used[candidates] = True
     unused_norms = norms[~is_used]
 
-    # Without unused rows there is nothing to compare with.
+    # Without unused rows, untrained ones have nothing to be compared with.
     if not len(unused_norms):
         return (ordinary if is_enlarged else []), False
 
@@ -342,6 +342,7 @@ def find_stale_rows(
     looks_unused = (norms >= low) & (norms <= high)
     overlaps = (base_norms >= low) & (base_norms <= high)
     is_distinct = bool(overlaps.float().mean() < OVERLAP)
+    # Where trained rows look like unused ones, a control token may be a trained one.
     compared = candidates if is_distinct else ordinary
     return [token_id for token_id in compared if looks_unused[token_id]], is_distinct
 

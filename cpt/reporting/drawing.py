@@ -220,6 +220,7 @@ def draw_heat_maps(
     else:
         figure, panels = open_panels(len(maps), num_rows=num_rows, num_columns=num_columns, is_small=is_small)
 
+    max_written = MAX_LISTED + 1 if is_single else 8  # rows or columns of a map with numbers in its cells
     num_cells = sum(heat_map.values.size for heat_map in maps.values())
     format_text = format_value if num_cells <= MAX_EXACT_CELLS else "{:.1f}".format
     colours = matplotlib.colormaps[scale.colours].with_extremes(bad="0.8")
@@ -243,7 +244,7 @@ def draw_heat_maps(
             axes.set(xticks=[], yticks=[], xlabel=count_noun(len(heat_map.columns), "column"))
             axes.set_ylabel(count_noun(len(heat_map.rows), "row"))
         frame_cells(axes, heat_map, is_small=is_small)
-        if max(heat_map.cell_numbers.shape) <= (MAX_LISTED + 1 if is_single else 8):
+        if max(heat_map.cell_numbers.shape) <= max_written:
             write_numbers(axes, image, heat_map, format_value, fontsize=9 if is_single else 6.5)
         group = title if are_groups else ""
         add_cells(

@@ -107,11 +107,11 @@ def write_page(
     title: str,
     stem: Path,
     head: PageHead = NO_HEAD,
-    vectors: bool = False,
+    with_vectors: bool = False,
 ) -> Path:
-    """Writes STEM.html, STEM.md and STEM-NAME.png, with `vectors` also SVG and PDF."""
+    """Writes STEM.html, STEM.md and STEM-NAME.png, `with_vectors` also SVG and PDF."""
     blocks = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
-    picture_names = write_pictures(blocks, stem=stem, vectors=vectors)
+    picture_names = write_pictures(blocks, stem=stem, with_vectors=with_vectors)
 
     parts = [f"# {quote_markup(title, IN_CELL)}", *markdown_head(head)]
     for block, name in zip(blocks, picture_names, strict=True):
@@ -119,7 +119,7 @@ def write_page(
     stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
     page = stem.with_name(f"{stem.name}.html")
-    kinds = (*VECTOR_KINDS, "png") if vectors else ("png",)
+    kinds = (*VECTOR_KINDS, "png") if with_vectors else ("png",)
     picture_files = []
     for name in picture_names:
         picture_files.append([f"{name}.{kind}" for kind in kinds])
@@ -174,8 +174,8 @@ def render_pictures(blocks: Sequence[Block]) -> list[Markup]:
     return pictures
 
 
-def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> list[str]:
-    """Writes STEM-NAME.png, with `vectors` also SVG and PDF. Returns STEM-NAME of each block; those of
+def write_pictures(blocks: Sequence[Block], *, stem: Path, with_vectors: bool) -> list[str]:
+    """Writes STEM-NAME.png, `with_vectors` also SVG and PDF. Returns STEM-NAME of each block; those of
     pictures differ, also on file systems that do not distinguish upper and lower case."""
     names: list[str] = []
     picture_names: set[str] = set()  # in lower case
@@ -193,7 +193,7 @@ def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> lis
             continue
         picture_names.add(name.lower())
         stem.with_name(f"{name}.png").write_bytes(block.picture)
-        if vectors:
+        if with_vectors:
             for kind in VECTOR_KINDS:
                 stem.with_name(f"{name}.{kind}").write_bytes(block.picture.save(kind))
     return names

@@ -146,7 +146,7 @@ def write_tuning(
     if any(method.trials for method in methods):
         blocks.append(build_picture_block("searches", draw_searches(methods, metric=metric, sign=sign)))
     stem.parent.mkdir(parents=True, exist_ok=True)
-    page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
+    page = write_page(blocks, title="Tuned methods", stem=stem, with_vectors=True)
     stem.with_suffix(".tex").write_text(format_tex(table), encoding="utf-8")
 
     content = {

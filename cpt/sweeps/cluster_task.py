@@ -101,6 +101,7 @@ def job_state(job: str) -> str:
 
 
 def show_job(job: str) -> str:
+    """What `scontrol show job` prints of a job; "" where it fails or does not answer in time."""
     command = ["scontrol", "--oneliner", "show", "job", job]
     try:
         return subprocess.run(

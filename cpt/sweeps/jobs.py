@@ -61,7 +61,7 @@ class Job:
     config: DictConfig
     folder: Path
     resolved: tuple[str, ...] = ()  # overrides that hand on what the sweep has resolved: cpt.core.resolved
-    before: bool = False  # finished before this sweep began
+    was_finished: bool = False  # before this sweep began
     code: int | None = None  # as subprocess gives it: negative is a signal
     offset: int = 0  # where this start's output begins in console.log
     loss_reason: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
@@ -90,7 +90,7 @@ class Job:
     def state(self) -> str:
         """One of STATES. scores.json decides whether a run is finished: a signal may come after its last
         write, and a process may exit with 0 without one. A lost job has no exit code."""
-        if self.before:
+        if self.was_finished:
             return "finished before"
         if self.code is None:
             return "failed"
@@ -277,7 +277,7 @@ def compose_jobs(
 
     separate_folders(jobs)
     for job in jobs:
-        job.before = is_finished_already(job.config, job.folder)
+        job.was_finished = is_finished_already(job.config, job.folder)
     return jobs
 
 

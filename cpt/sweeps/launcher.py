@@ -117,7 +117,7 @@ class JobLauncher(Launcher):
         with readable_errors():
             redact_file(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
-            waiting = [job for job in jobs if not job.before]
+            waiting = [job for job in jobs if not job.was_finished]
             if waiting:
                 self.run(waiting, jobs, initial_job_idx)
 
@@ -407,7 +407,7 @@ def note_result(job: Job, result: JobReturn) -> None:
     if result.status is JobStatus.COMPLETED:
         job.code, job.offset = result._return_value  # of run_job
     elif is_finished_already(job.config, job.folder):
-        job.before = True
+        job.was_finished = True
     else:  # the last line with text: the message of a traceback
         lines = [line.strip() for line in str(result._return_value).splitlines() if line.strip()]
         job.loss_reason = lines[-1] if lines else "(no message)"

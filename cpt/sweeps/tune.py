@@ -219,7 +219,7 @@ class TuneSweeper(OptunaSweeper):
             label=label,
             overrides=[*fixed, *choices],
             space=space,
-            defaults=find_defaults(cfg, space, grid=self.sampler == "grid"),
+            defaults=find_defaults(cfg, space, for_grid=self.sampler == "grid"),
             monitors_chats=cfg.monitor.chats is True,
         )
 
@@ -366,8 +366,11 @@ def parse_sweep(key: str, value: Any) -> str:
             raise InvalidOptionError(key, value, allowed=SPACES)
 
 
-def find_defaults(cfg: DictConfig, space: Mapping[str, Override], *, grid: bool = False) -> dict[str, Any]:
-    """The values of a config as the first trial, of a grid as text; empty where one is outside the space."""
+def find_defaults(
+    cfg: DictConfig, space: Mapping[str, Override], *, for_grid: bool = False
+) -> dict[str, Any]:
+    """The values of a config as the first trial, as texts if `for_grid`; empty where one is outside the
+    space."""
     defaults: dict[str, Any] = {}
     for key, override in space.items():
         default: Any = OmegaConf.select(cfg, key.lstrip("+"))
@@ -384,7 +387,7 @@ def find_defaults(cfg: DictConfig, space: Mapping[str, Override], *, grid: bool 
                 equal_texts.append(text)
         if not equal_texts:
             return {}
-        defaults[key] = equal_texts[0] if grid or override.is_choice_sweep() else default
+        defaults[key] = equal_texts[0] if for_grid or override.is_choice_sweep() else default
     return defaults
 
 

@@ -161,9 +161,9 @@ class Base:
     def check_isolation(self, model: PreTrainedModel) -> None:
         """Raises ValueError where a model mixes samples or documents that share rows."""
         if self.objective.sharing is not None:
-            try_isolation(model, documents=False)
+            try_isolation(model, are_documents=False)
         if self.objective.isolated:
-            try_isolation(model, documents=True, causal=self.objective.causal)
+            try_isolation(model, are_documents=True, causal=self.objective.causal)
 
     def set_rows(self, model: PreTrainedModel) -> None:
         """Sets the rows of new tokens, and warns of those that look untrained and are not to be set."""
@@ -429,8 +429,8 @@ def assemble_base(
         options,
         tokenizer,
         config,
-        answers=corpora is not None and corpora.encoding is not None,
-        isolated=corpora is not None and corpora.isolated,
+        has_answers=corpora is not None and corpora.encoding is not None,
+        is_isolated=corpora is not None and corpora.isolated,
         mixes_chats=corpora is not None and corpora.mixes_chats,
     )
     return Base(

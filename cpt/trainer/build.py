@@ -88,7 +88,7 @@ def build_method(
 
     shares_rows = base.objective.isolated or base.objective.sharing is not None
     if shares_rows and uses_flash_attention(model):
-        length_trial = partial(try_lengths, documents=base.objective.isolated)
+        length_trial = partial(try_lengths, are_documents=base.objective.isolated)
         if isinstance(model, FSDPModule):
             try_shards(model, length_trial)
         else:

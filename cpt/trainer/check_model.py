@@ -242,7 +242,7 @@ def check_objective(plan: Plan, objective: str) -> None:
             allowed=f"{MIN_SPAN_VOCAB_SIZE} or more, {loading.SENTINELS} of them sentinels",
         )
 
-    loading.check_packing(objective, isolated=plan.source.isolated, answers=has_answers)
+    loading.check_packing(objective, is_isolated=plan.source.isolated, has_answers=has_answers)
     if plan.source.chats and objective in loading.SEQ2SEQ:
         raise refuse_chats(plan, "is an encoder-decoder")
     if objective == "masked" and plan.benchmark is not None:
@@ -355,8 +355,8 @@ def check_tokenizer(
         plan.model,
         tokenizer,
         config,
-        answers=encoding is not None,
-        isolated=plan.source.isolated,
+        has_answers=encoding is not None,
+        is_isolated=plan.source.isolated,
         mixes_chats=encoding is None and has_chat_sources,
     )
     check_text_format(plan, tokenizer, config, objective)

@@ -148,7 +148,7 @@ class FinetuneEvaluator(FileEvaluator):
                 tokenizer=self.tokenizer,
                 length=length,
                 classes=task.classes,
-                types=num_types > 1,
+                has_types=num_types > 1,
             )
             self.jobs[name, length] = finetune.FinetuneJob(
                 name=task.name,

@@ -296,6 +296,7 @@ def escape_interpolations(value: Any) -> Any:
     if isinstance(value, list):
         return [escape_interpolations(entry) for entry in value]
     if isinstance(value, str):
+        # OmegaConf reads `\${` as `${`, and two backslashes before an interpolation as one.
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value
 

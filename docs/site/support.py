@@ -247,7 +247,7 @@ def try_documents(
         return "domains.packing=document_mask is invalid for an encoder-decoder"
     try:
         model = make_family(family, attention=attention)
-        try_isolation(model, documents=True, causal=is_causal)
+        try_isolation(model, are_documents=True, causal=is_causal)
     except (ValueError, ImportError) as error:
         return shorten(find_reason(error))
     if compiled:

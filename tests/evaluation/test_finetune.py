@@ -46,7 +46,7 @@ def encode_rows(words, *, count, seed):
     examples = []
     for row in rows("law", count=count, seed=seed):
         examples.append(LabelledExample(row["id"], row["text"], None, row["label"]))
-    return encode_examples(examples, words, length=24, classes=CLASSES, types=False)
+    return encode_examples(examples, words, length=24, classes=CLASSES, has_types=False)
 
 
 def job(words, *, dev=False, name="law", train=60, **changes):
@@ -176,7 +176,7 @@ def test_pairs_are_encoded_by_the_tokenizers_own_template_and_the_longer_text_is
     long = " ".join(["telescope"] * 30)
     pairs = [("the court", None, "bad"), ("the court", "a river", "good"), ("the court", long, "good")]
     examples = [LabelledExample(str(number), *pair) for number, pair in enumerate(pairs)]
-    encoded = encode_examples(examples, words, length=16, classes=CLASSES, types=False)
+    encoded = encode_examples(examples, words, length=16, classes=CLASSES, has_types=False)
     assert encoded.ids[0].tolist() == words("the court")["input_ids"]
     assert encoded.ids[1].tolist() == words("the court", "a river")["input_ids"]
     short = words("the court", add_special_tokens=False)["input_ids"]

@@ -190,8 +190,8 @@ WRONG = {
 def test_a_model_that_cannot_keep_them_apart_is_refused(kind):
     sizes, reason = WRONG[kind]
     with pytest.raises(ValueError, match=f"packing=document_mask is invalid: a {kind} {reason}"):
-        try_isolation(model_of(kind, **sizes), documents=False)
-    try_isolation(model_of("gpt2"), documents=False)
+        try_isolation(model_of(kind, **sizes), are_documents=False)
+    try_isolation(model_of("gpt2"), are_documents=False)
 
 
 @pytest.fixture
@@ -260,10 +260,10 @@ def test_flash_attention_gets_the_documents_of_all_rows(documents, flash_calls):
 def test_a_class_that_does_not_pass_the_lengths_on_is_refused():
     for documents in (True, False):
         model = model_of("stablelm", **SIZES, num_key_value_heads=2)
-        try_isolation(model, documents=documents)
+        try_isolation(model, are_documents=documents)
         with pytest.raises(
             ValueError, match=r"implementation=sdpa is invalid .*: a stablelm does not tell it where"
         ):
-            try_lengths(model, documents=documents)
+            try_lengths(model, are_documents=documents)
         assert model.config._attn_implementation == "sdpa"
-        try_lengths(model_of("llama"), documents=documents)
+        try_lengths(model_of("llama"), are_documents=documents)

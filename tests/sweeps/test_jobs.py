@@ -98,7 +98,7 @@ def stored_run(tmp_path_factory):
 def finished_run(sweep, start, stored_run):
     """The folder of the job "seed=1", which is finished."""
     (job,) = sweep.jobs("seed=1")
-    assert not job.before and job.folder.parent == Path("outputs/default")
+    assert not job.was_finished and job.folder.parent == Path("outputs/default")
     if not stored_run.exists():
         config = OmegaConf.create({name: job.config[name] for name in job.config if name != "hydra"})
         start(config, job.folder)
@@ -195,7 +195,7 @@ def test_finished_runs_are_known_without_a_process(sweep, finished_run, monkeypa
 def test_what_is_not_finished_gets_its_process(sweep, finished_run):
     def is_finished_before(overrides="seed=1"):
         (job,) = sweep.jobs(f"{overrides} hydra.run.dir={finished_run}")
-        return job.before
+        return job.was_finished
 
     assert is_finished_before()
     # Only how a run is carried out.
@@ -390,7 +390,7 @@ def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places
     ends = [end for _, end in sorted(times)]
     assert begins[1] < ends[0] and begins[2] >= min(ends[:2])
 
-    jobs[3].before = True
+    jobs[3].was_finished = True
     jobs[0].code = GO_ON
     assert summarize_jobs(jobs)[0] == "5 jobs: 2 finished, 1 finished before, 1 preempted, 1 failed"
 

@@ -62,7 +62,7 @@ MAX_SHOWN = 5  # names in a message
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Errors of the libraries that read a file or a folder as a ValueError that names it."""
+    """Turns errors of the libraries that read a file or a folder into a ValueError that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -154,7 +154,7 @@ class FolderFiles:
     about_data: list[Path] = field(default_factory=list)  # like a dataset card next to tables
     not_listed: list[Path] = field(default_factory=list)  # next to a saved data set that does not list them
 
-    def left_out(self) -> str:
+    def describe_left_out(self) -> str:
         """What is left out, for a log line; empty for nothing."""
         groups = {
             "hidden": self.hidden,

@@ -140,7 +140,7 @@ def read_folder(
     file that cannot be read; `reject` is called for each record of a table that cannot."""
     files = find_text_files(folder, ignored=ignored)
     log_files(folder, name, files.text)
-    left_out = files.left_out()
+    left_out = files.describe_left_out()
     if left_out:
         log.info("Leaving out files of %s: %s", name, left_out)
 
