@@ -188,10 +188,10 @@ def generate_batches(
         prompts = [questions[question_index].ids for question_index in batch]
         ids, mask = pad_prompts(prompts, padding=padding, on_the_left=not is_seq2seq)
         width = ids.shape[1]
-        # A causal model's answer takes positions after the prompt's.
-        num_tokens = (
-            max_new_tokens if is_seq2seq else max(1, find_max_length(model, width + max_new_tokens) - width)
-        )
+        num_tokens = max_new_tokens
+        if not is_seq2seq:  # a causal model's answer takes positions after the prompt's
+            max_length = find_max_length(model, width + max_new_tokens)
+            num_tokens = max(1, max_length - width)
         generation = GenerationConfig(
             max_new_tokens=num_tokens,
             do_sample=False,

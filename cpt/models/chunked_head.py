@@ -284,9 +284,8 @@ class _Sums(torch.autograd.Function):
         ctx.losses = losses
         ctx.strengths = strengths
         ctx.gradients = gradients
-        return tuple(
-            total.clone() for total in sums
-        )  # a view would lose FSDP's hook in an operation in place
+        # Clones: a view would lose FSDP's hook in an operation in place.
+        return tuple(total.clone() for total in sums)
 
     @staticmethod
     @once_differentiable
@@ -355,18 +354,22 @@ class GradientTotals:
     def add(self, sums: Tensor, factors: Tensor, weights: Sequence[Tensor], hidden: Tensor) -> Tensor | None:
         """Adds the gradients of a chunk's sums [losses] with some factors by the weights; returns that by its
         hidden states, if they require one."""
+        # The product of a single call is computed here; else autograd has the matrix, like other weights.
+        matrix = self.matrix if len(self.calls) == 1 else None
         plain_weights = list(weights)
         inputs: list[Any] = []  # tensors, and the output of the matrix
-        if self.matrix is not None and len(self.calls) == 1:
-            plain_weights = [weight for weight in weights if weight is not self.matrix.weight]
-            inputs.append(self.calls[0][1])
+        if matrix is not None:
+            matrix_input, matrix_output = self.calls[0]
+            plain_weights = [weight for weight in weights if weight is not matrix.weight]
+            inputs.append(matrix_output)
         if hidden.requires_grad:
             inputs.append(hidden)
         inputs += plain_weights
 
+        # In the order of `inputs`.
         gradients = list(torch.autograd.grad(sums, inputs, grad_outputs=factors, allow_unused=True))
-        if self.matrix is not None and len(self.calls) == 1:
-            add_product(self.total(self.matrix.weight), gradients.pop(0), self.calls[0][0])
+        if matrix is not None:
+            add_product(self.total(matrix.weight), gradients.pop(0), matrix_input)
         hidden_gradient = gradients.pop(0) if hidden.requires_grad else None
         for weight, gradient in zip(plain_weights, gradients, strict=True):
             if gradient is not None:

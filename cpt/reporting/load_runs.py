@@ -252,15 +252,16 @@ def find_reference(run: MeasuredRun, references: Sequence[MeasuredRun]) -> Measu
         if is_same_order and is_same_model and reference.comparability == run.comparability:
             comparable.append(reference)
 
-    def count_differences(reference: MeasuredRun) -> tuple[bool, int]:
-        settings = {*reference.settings, *run.settings}
+    def rank_reference(reference: MeasuredRun) -> tuple[bool, int]:
+        """Whether the seed differs, then how many settings of the training do."""
         num_differing = 0
-        for key in settings:
-            if key.startswith(("trainer.", "optim.")):
-                num_differing += reference.settings.get(key) != run.settings.get(key)
+        for key in {*reference.settings, *run.settings}:
+            is_of_training = key.startswith(("trainer.", "optim."))
+            if is_of_training and reference.settings.get(key) != run.settings.get(key):
+                num_differing += 1
         return reference.pair[1] != run.pair[1], num_differing
 
-    return min(comparable, key=count_differences, default=None)
+    return min(comparable, key=rank_reference, default=None)
 
 
 def measure_run(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, float]:

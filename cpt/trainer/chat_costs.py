@@ -1,5 +1,6 @@
 """What held-out chats will cost in time, from one batch that is scored and one that is answered."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -48,8 +49,10 @@ def estimate_chat_seconds(
     num_answerings = 0
     for number, stage in enumerate(stages):
         if stage["left_steps"] or stage["left_read_tokens"]:
-            num_scorings += is_due(plan.chats.when, number, stages=len(data))
-            num_answerings += number in (0, len(data))
+            if is_due(plan.chats.when, number, stages=len(data)):
+                num_scorings += 1
+            if number in (0, len(data)):  # answers are written by the base and the last model
+                num_answerings += 1
     with on_device(module.model_for(BASE), device) as model, set_mode(model, training=False):
         score_chat_batch(evaluator, model)  # the first call also prepares kernels
         batch_s = time_call(lambda: score_chat_batch(evaluator, model), device)
@@ -60,8 +63,8 @@ def estimate_chat_seconds(
             token_s = max(0.0, all_s - first_s) / NUM_TIMED_TOKENS
 
     batch_size = plan.chats.batch_size
-    num_batches = -(-len(evaluator.chats) // batch_size)
-    num_answer_batches = -(-len(evaluator.answered) // batch_size)
+    num_batches = math.ceil(len(evaluator.chats) / batch_size)
+    num_answer_batches = math.ceil(len(evaluator.answered) / batch_size)
     scoring = num_scorings * (num_batches + num_answer_batches) * batch_s
     answering = num_answerings * num_answer_batches * plan.chats.max_new_tokens * token_s
     return (scoring + answering) / world_size

@@ -6,7 +6,7 @@ changes what is trained: models are in evaluation mode, and greedy decoding draw
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -134,12 +134,13 @@ class ChatEvaluator(FileEvaluator):
 
     def measure_requests(self, number: int, requests: list[str], device: torch.device, label: str) -> None:
         _, world = rank_and_world()
-        numbers = {LOSSES: len(self.chats), ANSWERS: len(self.answered), BASE_LOSSES: len(self.answered)}
+        num_chats = {LOSSES: len(self.chats), ANSWERS: len(self.answered), BASE_LOSSES: len(self.answered)}
         num_units = 0
         descriptions = []  # a chat may have a loss and an answer: the bar says what it counts
         for request in requests:
-            num_units += numbers[request] // world
-            descriptions.append(f"{UNITS[request]} {numbers[request] // world}")
+            local_chats = num_chats[request] // world
+            num_units += local_chats
+            descriptions.append(f"{UNITS[request]} {local_chats}")
 
         learned = self.learned_domains(number)
         domain = self.data.domain_indices[learned[-1]] if learned else BASE  # the last one learned
@@ -184,14 +185,11 @@ class ChatEvaluator(FileEvaluator):
             nats.update(process_losses)
 
         if is_first_process():
-            num_tokens = [count_scored(rows) for rows in rows_by_chat]
             stored = StoredLosses(
                 digest=self.digest_of(request),
                 seconds=round(time.perf_counter() - start_time, 3),
                 chats=[chat.chat.example.id for chat in self.chats[: len(rows_by_chat)]],
-                losses=np.array(
-                    [[nats[index] for index in range(len(rows_by_chat))], num_tokens], dtype=float
-                ),
+                losses=stack_losses(nats, rows_by_chat),
             )
             save_losses(chat_file(self.folder(number), request), stored)
         barrier()  # the file is there for all
@@ -271,6 +269,13 @@ class ChatEvaluator(FileEvaluator):
 
 def list_chat_losses(stored_by_row: Sequence[StoredLosses | None]) -> list[Array | None]:
     return [None if stored is None else stored.losses for stored in stored_by_row]
+
+
+def stack_losses(nats: Mapping[int, float], rows_by_chat: Sequence[Sequence[MarkedRow]]) -> Array:
+    """The losses by chat, [2, chats]: nats, scored tokens. `nats` are sums by index of the chat."""
+    ordered_nats = [nats[index] for index in range(len(rows_by_chat))]
+    num_tokens = [count_scored(rows) for rows in rows_by_chat]
+    return np.array([ordered_nats, num_tokens], dtype=float)
 
 
 def count_scored(rows: Sequence[MarkedRow]) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,7 +14,7 @@ from cpt.evaluation.options import ChatOptions
 from cpt.models.forward import set_mode
 from cpt.models.loading import load_model
 from cpt.models.objectives import Causal, CausalAnswers
-from cpt.trainer.chat_evaluator import MarkedRow, count_scored, score_chats
+from cpt.trainer.chat_evaluator import MarkedRow, score_chats, stack_losses
 from cpt.trainer.evaluator import count_units, on_device
 
 SHIPPED_CHATS = ChatOptions(path=None, when="last", generate=0, max_new_tokens=1, batch_size=16)
@@ -72,8 +71,7 @@ def measure_row_losses(
             on_batch_done=on_batch_done,
             share=(0, 1),
         )
-    num_tokens = [count_scored(rows) for rows in rows_by_chat]
-    return np.array([[nats[index] for index in range(len(rows_by_chat))], num_tokens], dtype=float)
+    return stack_losses(nats, rows_by_chat)
 
 
 def load_causal(checkpoint: str | Path) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from cpt.evaluation.chat_answers import mean_losses
 from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES
 from cpt.evaluation.monitor import BASE_ANSWERS, CHAT
 from cpt.methods.base import ContinualMethod
-from cpt.trainer.chat_evaluator import ChatEvaluator, MarkedRow, count_scored, score_chats
+from cpt.trainer.chat_evaluator import ChatEvaluator, MarkedRow, score_chats, stack_losses
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,7 @@ class ChatMonitor:
             for process_nats in gather_objects(local_nats):
                 nats.update(process_nats)
 
-            num_chats = len(rows_by_chat)
-            num_tokens = [count_scored(rows) for rows in rows_by_chat]
-            sums = np.array([[nats[index] for index in range(num_chats)], num_tokens], dtype=float)
-            means = torch.from_numpy(mean_losses(sums))
+            means = torch.from_numpy(mean_losses(stack_losses(nats, rows_by_chat)))
             losses[name] = torch.stack([means, torch.ones_like(means)])
         return losses
 

@@ -275,7 +275,7 @@ def check_file_kinds(folder: Path, *, key: str) -> None:
     generation_config.json: transformers passes over it, as if the model had none."""
     patterns = [GENERATION_CONFIG_NAME]
     for pattern in tokenizer_files.TOKENIZER_FILES:
-        if not pattern.startswith("*"):  # whose names anything may have
+        if not pattern.startswith("*"):  # files of any kind may have the names of these
             patterns.append(pattern)
 
     # Not by glob, which passes over links to nothing.

@@ -87,6 +87,7 @@ def check_extension(plan: Plan, source: RunDir) -> Manifest:
             reason="its run is not finished",
             allowed="a finished run; the command of that run finishes it",
         )
+
     # What the config says is compared before contents, which may have to be read to be compared.
     check_longer_order(plan, source, manifest)
     further_entries = list_further_entries(plan, manifest.order)
@@ -98,6 +99,7 @@ def check_extension(plan: Plan, source: RunDir) -> Manifest:
             reason=f"it was made with another config ({join_first(changed_options, '; ')})",
             allowed="these values, or a run that was made with the same ones",
         )
+
     changed_contents = manifest.find_changes(plan)
     if changed_contents:
         raise InvalidOptionError(
