@@ -165,7 +165,9 @@ class ReplayConfig(Options):
         `sources_ratio` in proportion to tokens^(1 / temperature): with temperature 1 by their sizes, the more
         alike the higher it is (temperature-based sampling: Arivazhagan et al., arXiv 1907.05019)."""
         open_names = [name for name, source in self.mixed_sources.items() if source.ratio is None]
-        powers = {name: tokens[name] ** (1 / self.sources_temperature) for name in open_names}
+        # Relative to the largest: a number of tokens to a large power is no float.
+        largest = max((tokens[name] for name in open_names), default=1)
+        powers = {name: (tokens[name] / largest) ** (1 / self.sources_temperature) for name in open_names}
         shares = {}
         for name, source in self.mixed_sources.items():
             if source.ratio is None:

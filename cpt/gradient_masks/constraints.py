@@ -66,6 +66,9 @@ class MomentumFilter(Constraint):
                 if parameter not in unfiltered:
                     yield parameter
 
+    def masked_weights(self) -> Iterable[nn.Parameter]:
+        return self.covered()
+
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         decays = self.find_decays(optimizer) if self.is_released else {}
         for parameter, step in steps:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cpt.core.exceptions import InvalidOptionError
+from cpt.core.exceptions import InvalidOptionError, MessageError
 from cpt.core.messages import count_noun
 from cpt.models.quantization import QuantizedLinear
 
@@ -35,6 +35,10 @@ SUPPORTED_LAYERS = "Q, K, V (fused or not), an output projection; up, down, perh
 SUPPORTED_MIXER_LAYERS = "one to three maps of equal width (fused or not), an output projection"
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads")  # attributes of attention modules
 MAX_LISTED = 12  # matrices that a message lists
+
+
+class UnknownLayersError(MessageError):
+    """A model whose linear layers are not those of known attentions and feed-forward networks."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             blocks += layers
             stack_prefixes += (f"{name}.",)
     if not blocks:
-        raise ValueError(f"no transformer blocks in {type(model).__name__}; found {list_matrices(model)}")
+        raise UnknownLayersError(
+            f"no transformer blocks in {type(model).__name__}; found {list_matrices(model)}"
+        )
     return blocks
 
 
@@ -169,7 +175,7 @@ def find_sublayers(
         if has_experts(block):
             if skips_mixtures:
                 continue
-            raise ValueError(f"{name} has a mixture of experts in place of a feed-forward network")
+            raise UnknownLayersError(f"{name} has a mixture of experts in place of a feed-forward network")
         feed_forward = linear_layers.feed_forward
         # A matrix that is in no linear layer would be left out of the units: then there is no layer to
         # identify them by, which `find_sublayer` refuses.
@@ -188,7 +194,8 @@ def find_mixer_outs(model: PreTrainedModel) -> list[Projection]:
         for mixer, layers in group_block_layers(name, block).mixers.items():
             out = find_out(layers, model.config.hidden_size)
             if out is None:
-                raise ValueError(f"{mixer} has no output projection; found {list_matrices(block, name)}")
+                matrices = list_matrices(block, name)
+                raise UnknownLayersError(f"{mixer} has no output projection; found {matrices}")
             outs.append(out)
     return outs
 
@@ -299,7 +306,7 @@ def check_separable(model: PreTrainedModel, sublayer: SubLayer) -> None:
         shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
         is_mixing_norm = re.fullmatch(MIXING_NORM[sublayer.kind], last_name) is not None
         if is_mixing_norm and len(shape) == 1 and shape[0] > size:
-            raise ValueError(
+            raise UnknownLayersError(
                 f"{sublayer.kind} can not be separated: {name} normalises {shape[0]} features at once"
             )
 
@@ -521,7 +528,7 @@ def find_sublayer(
             ]
             return SubLayer(name=name, kind=kind, count=count, sources=split_sources, out=out)
     supported = SUPPORTED_MIXER_LAYERS if kind == "channels" else SUPPORTED_LAYERS
-    raise ValueError(
+    raise UnknownLayersError(
         f"{name}: {kind} cannot be identified; supported: {supported}; found {list_matrices(module, name)}"
     )
 
@@ -568,7 +575,7 @@ def split_source(
     """A source with a segment for each count of units that it writes, and the members of its features."""
     is_fused = len(counts) > 1
     if is_fused and model_type not in FUSED:
-        raise ValueError(
+        raise UnknownLayersError(
             f"{source.name} {list(weight_shape(source.module))} is a fused map of a {model_type}; "
             f"layouts are known for {', '.join(FUSED)}"
         )

@@ -55,6 +55,7 @@ WEIGHT_SUFFIXES = (
 ADAPTER_WEIGHTS = (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)  # of peft, in the order in which it looks
 SHARD = re.compile(r"-\d+-of-\d+\.")  # in the name of a file
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt")  # of files with fixed names
 GIT_LFS_POINTER = b"version "  # first bytes of the text that Git LFS has in place of a file
 ADVICE = "copy or download it again"
 
@@ -272,7 +273,8 @@ def check_tokenizer_files(folder: Path, *, key: str) -> None:
 
 def check_file_kinds(folder: Path, *, key: str) -> None:
     """Raises ValueError for a folder, or a link to nothing, in the place of a file of the tokenizer or of
-    generation_config.json: transformers passes over it, as if the model had none."""
+    generation_config.json: transformers passes over it, as if the model had none. What has another suffix,
+    like an earlier version of a file, is not read."""
     patterns = [GENERATION_CONFIG_NAME]
     for pattern in tokenizer_files.TOKENIZER_FILES:
         if not pattern.startswith("*"):  # files of any kind may have the names of these
@@ -281,8 +283,8 @@ def check_file_kinds(folder: Path, *, key: str) -> None:
     # Not by glob, which passes over links to nothing.
     for path in sorted([*folder.iterdir(), *folder.glob("*_chat_templates/*")]):
         name = str(path.relative_to(folder))
-        has_name_of_file = path.suffix and any(fnmatch(name, pattern) for pattern in patterns)
-        if not has_name_of_file or path.is_file():
+        is_read = path.suffix in TOKENIZER_SUFFIXES and any(fnmatch(name, pattern) for pattern in patterns)
+        if not is_read or path.is_file():
             continue
         kind = "a link to nothing" if path.is_symlink() else "a folder"
         raise InvalidOptionError(

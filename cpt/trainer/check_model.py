@@ -38,7 +38,7 @@ from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, drop_quant
 from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
-from cpt.models.units import find_block_matrices
+from cpt.models.units import UnknownLayersError, find_block_matrices
 from cpt.models.vocabulary import check_head
 from cpt.models.weights import find_frozen
 from cpt.optim.muon import MuonWithAdamW
@@ -554,6 +554,14 @@ def try_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> Cont
         try:
             method = plan.method.make(context)
             method.stages(plan.order)
+        except UnknownLayersError as error:
+            raise InvalidOptionError(
+                "method",
+                plan.names["method"],
+                context=f"with mask={plan.names['mask']} for a {model.config.model_type}",
+                reason=str(error),
+                allowed="what docs/support.md lists for this model",
+            ) from error
         except ValueError:
             raise
         except Exception as error:  # the method may still work on a real device

@@ -51,7 +51,14 @@ TRAINING_KEYS = (
     "trainer.steps",
     "trainer.epochs",
     "trainer.tokens",
+    "trainer.match",
     "trainer.batch_size",
+    "trainer.accumulate_grad_batches",
+    "trainer.micro_batch",
+    "trainer.gradient_clip_val",
+    "trainer.gradient_checkpointing",
+    "trainer.checkpoint_every_n_steps",
+    "trainer.log_every_n_steps",
     "optim",
     "lr_scheduler",
     "mask",
@@ -337,6 +344,21 @@ def find_ineffective_freezing(plan: Plan, module: ContinualMethod) -> Iterator[s
             yield f"trainable={entry}: method={method} trains nothing of what it finds"
 
 
+def find_ineffective_masks(plan: Plan, module: ContinualMethod) -> Iterator[str]:
+    """Masks of the config or of the method that limit no weight which `freeze` and `trainable` leave."""
+    masks_of_config = module.masks[: len(plan.masks)]
+    frozen_ids = {id(parameter) for parameter in module.frozen}
+    for mask in module.masks:
+        weights = list(mask.masked_weights())
+        if not weights or any(id(weight) not in frozen_ids for weight in weights):
+            continue
+        if mask in masks_of_config:
+            choice = f"mask={plan.names['mask']}"
+        else:
+            choice = f"the mask of method={plan.names['method']}"
+        yield f"{choice}: freeze or trainable leaves none of the weights that {type(mask).__name__} limits"
+
+
 def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMethod) -> Iterator[str]:
     """The options that are set and change nothing, each with the reason."""
     options = plan.trainer
@@ -351,6 +373,7 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     yield from find_ineffective_evaluation(plan)
     yield from find_ineffective_importances(plan, module)
     yield from find_ineffective_freezing(plan, module)
+    yield from find_ineffective_masks(plan, module)
     yield from find_ineffective_replay(plan)
     multiplier = plan.ignored_rate
     if multiplier not in (None, 1):

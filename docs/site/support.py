@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import tempfile
 import textwrap
@@ -28,6 +29,7 @@ import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
 from cpt.core.config import CONF  # noqa: E402
 from cpt.core.errors import find_reason  # noqa: E402
 
+CHOICE = re.compile(r"method=\w+ is invalid with mask=\w+ for a [\w-]+: ")
 RESULTS, PAGE = DOCS / "support.json", DOCS / "support.md"
 WORDS = {
     "law": "the court finds that a party to this contract must pay damages under section four of the act",
@@ -444,6 +446,7 @@ def list_passes(results: Mapping[str, Mapping[str, str]], messages: list[str]) -
 def number_message(message: str, messages: list[str]) -> int:
     """The number of an error message, which is added if it is new."""
     general = message.partition("; found ")[0]  # without the sizes of the small model
+    general = CHOICE.sub("", general)  # the row and the column say it
     if general not in messages:
         messages.append(general)
     return messages.index(general) + 1

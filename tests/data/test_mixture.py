@@ -173,6 +173,22 @@ def test_a_wrong_source_is_refused_in_one_line(entry, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_single_file_is_of_the_split_that_its_name_says(tmp_path, caplog):
+    path = tmp_path / "chats-test.txt"
+    path.write_text("One.\n")
+    for split in ("test", "eval"):  # words for one split
+        assert MixedReader("a", make_source(path=str(path), split=split)).find_files() == [path]
+    assert caplog.messages == []
+
+    assert MixedReader("a", make_source(path=str(path))).find_files() == [path]
+    assert caplog.messages == [f"Training on {path} (replay.sources.a), which is held out by its name: test"]
+    plain_path = tmp_path / "chats.txt"
+    plain_path.write_text("One.\n")
+    for wrong_path, split in ((path, "valid"), (plain_path, "test")):
+        with pytest.raises(InvalidOptionError, match=f"sources.a.split={split} is invalid: .* train"):
+            MixedReader("a", make_source(path=str(wrong_path), split=split)).find_files()
+
+
 def test_names_and_options_without_effect_are_refused():
     for name in ("new", "past", "general", "a/b", ""):
         with pytest.raises(InvalidOptionError, match="it is no name of a source"):
@@ -197,7 +213,7 @@ def test_names_and_options_without_effect_are_refused():
 
 def test_sources_without_a_ratio_share_theirs_by_their_sizes_and_the_temperature():
     sources = {"a": {"path": PATH}, "b": {"path": PATH}, "c": {"path": PATH, "ratio": 0.05}}
-    for temperature, expected in ((1, (0.18, 0.02)), (2, (0.15, 0.05))):
+    for temperature, expected in ((1, (0.18, 0.02)), (2, (0.15, 0.05)), (0.001, (0.2, 0.0))):
         replay = make_replay(sources, sources_ratio=0.2, sources_temperature=temperature)
         shares = replay.find_source_shares({"a": 900, "b": 100, "c": 7})
         assert [float(shares[name].start) for name in "abc"] == [*expected, 0.05]

@@ -7,6 +7,7 @@ from cpt.adapters import lora
 from cpt.gradient_masks.soft import SoftMask, measure_importance
 from cpt.models import growth
 from cpt.models.units import (
+    UnknownLayersError,
     find_blocks,
     find_mixer_weights,
     find_projections,
@@ -60,7 +61,7 @@ def test_units_of_a_state_space_model_are_beside_its_mixers():
     model = build_decoder("falcon_h1")
     assert [group.kind for group in find_units(model, ("heads", "neurons"))] == ["heads", "neurons"] * 2
     with pytest.raises(
-        ValueError, match="^model.layers.0.mamba: channels cannot be identified; supported: one"
+        UnknownLayersError, match="^model.layers.0.mamba: channels cannot be identified; supported: one"
     ):
         find_projections(model)
 
@@ -68,7 +69,7 @@ def test_units_of_a_state_space_model_are_beside_its_mixers():
 def test_the_importance_of_heads_needs_no_separation():
     model = build_decoder("olmo2").double()
     with pytest.raises(
-        ValueError, match="^heads can not be separated: .*q_norm normalises 32 features at once"
+        UnknownLayersError, match="^heads can not be separated: .*q_norm normalises 32 features at once"
     ):
         find_units(model, ("heads",))
 

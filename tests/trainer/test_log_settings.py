@@ -27,9 +27,9 @@ def set_keys(monkeypatch):
 
 
 def test_options_of_training_where_no_stage_is_trained(set_keys):
-    set_keys("trainer.steps", "optim.lr", "optimized_metric", "mask", "model", "replay")
+    set_keys("trainer.steps", "trainer.match", "optim.lr", "optimized_metric", "mask", "model", "replay")
     plan = SimpleNamespace(names={"method": "none"})
-    expected = ["trainer.steps, optim.lr, mask: method=none trains nothing"]
+    expected = ["trainer.steps, trainer.match, optim.lr, mask: method=none trains nothing"]
     assert list(log_settings.find_untrained_options(plan, [])) == expected
     assert list(log_settings.find_untrained_options(plan, ["a stage"])) == []
 
@@ -141,6 +141,36 @@ def test_what_is_frozen_of_an_adapter_method_without_effect(small):
     ):
         run = build_method_fixture(small(ORDER, *options))
         assert list(log_settings.find_ineffective_freezing(run.plan, run.module)) == lines
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            ["mask=migu", "trainable=norms"],
+            "mask=migu: freeze or trainable leaves none of the weights that Magn",
+        ),
+        (
+            ["mask=migu", "freeze.layers=2"],
+            "mask=migu: freeze or trainable leaves none of the weights that Magn",
+        ),
+        (
+            ["mask=mofo", "trainable=norms"],
+            "mask=mofo: freeze or trainable leaves none of the weights that Mome",
+        ),
+        (["method=migu", "trainable=norms"], "the mask of method=migu: freeze or trainable leaves none"),
+        (["method=osf", "trainable=norms"], "the mask of method=osf: freeze or trainable leaves none"),
+        (["method=osf", "trainable=[norms,attention]"], ""),
+        (["method=das", "trainable=norms"], "the mask of method=das: freeze or trainable leaves none"),
+        (["mask=migu", "freeze.layers=1"], ""),
+        (["mask=mofo", "trainable=[norms,attention]"], ""),
+        (["method=lora", "mask=migu"], ""),
+    ],
+)
+def test_masks_of_weights_that_all_are_frozen(options, line, small):
+    run = build_method_fixture(small(ORDER, *options))
+    descriptions = list(log_settings.find_ineffective_masks(run.plan, run.module))
+    assert [text[: len(line)] for text in descriptions] == ([line] if line else [])
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from cpt.core.config import identity, plain_config
 from cpt.core.errors import find_reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
+from cpt.models.units import UnknownLayersError
 from cpt.train import check_base_folder, check_start
-from cpt.trainer import hydra_callback
+from cpt.trainer import check_model, hydra_callback
+from cpt.trainer.check_checkpoint import check_file_kinds
 from cpt.trainer.check_model import warn_of_other_ends
 from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
@@ -159,9 +161,11 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_reported(checkpoint, sm
         (checkpoint / name).symlink_to(checkpoint / "unmounted")
         assert f"{option} is invalid: its {name} is a link to nothing" in unread(small(option))
         (checkpoint / name).unlink()
-    (checkpoint / "notes.json").mkdir()  # which nothing reads
-    assert "notes.json" not in checkpoint_files(str(checkpoint))
-    (checkpoint / "notes.json").rmdir()
+    for name in ("notes.json", "chat_template.bak"):  # which nothing reads
+        (checkpoint / name).mkdir()
+        assert name not in checkpoint_files(str(checkpoint))
+        check_file_kinds(checkpoint, key="model.name_or_path")
+        (checkpoint / name).rmdir()
 
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
@@ -557,3 +561,19 @@ def test_only_the_first_process_logs_what_the_files_give(
     with pytest.raises(ValueError, match="plan=true is invalid"):
         start(small("plan=true", f"domains.root={root}"), tmp_path / "run")
     assert ("Ignoring 1 text file " in caplog.text) == (rank == "0") == bool(caplog.messages)
+
+
+def test_a_model_whose_layers_a_choice_does_not_know_is_refused_with_the_choice(monkeypatch):
+    monkeypatch.setattr(check_model, "build_context", lambda *arguments, **options: None)
+
+    def make(context):
+        raise UnknownLayersError("block.0: heads cannot be identified")
+
+    plan = SimpleNamespace(
+        method=SimpleNamespace(make=make),
+        names={"method": "ncl", "mask": "migu"},
+        trainer=SimpleNamespace(precision="32-true"),
+    )
+    model = SimpleNamespace(config=SimpleNamespace(model_type="deepseek_v3"))
+    with pytest.raises(ValueError, match="method=ncl is invalid with mask=migu for a deepseek_v3: block.0: "):
+        check_model.try_method(plan, model, None)

@@ -257,6 +257,7 @@ class MixedReader:
         whose names say the split. Raises ValueError where there are none."""
         root = self.options.local_path
         if root.is_file():
+            self.check_split_of_file(root)
             return [root]
         try:
             paths = find_text_files(root).text
@@ -276,6 +277,20 @@ class MixedReader:
                 allowed="train, valid, test",
             )
         return chosen
+
+    def check_split_of_file(self, path: Path) -> None:
+        """Raises ValueError for a split that the name of the only file does not say, and logs held-out text
+        that is trained on. Text without a split in its name is training text."""
+        split = split_of(Path(path.name)) or TRAIN
+        if self.file_split not in (TRAIN, split):
+            raise InvalidOptionError(
+                f"{self.section}.split",
+                self.options.split,
+                reason=f"{path} is one file, of {split} by its name",
+                allowed=f"{TRAIN}, or a folder",
+            )
+        if split != self.file_split:
+            log.warning("Training on %s (%s), which is held out by its name: %s", path, self.section, split)
 
     @property
     def file_split(self) -> str:

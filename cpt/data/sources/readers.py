@@ -298,10 +298,58 @@ def open_packed(path: Path) -> Any:
         case ".gz":
             return gzip.open(path, "rb")
         case ".bz2":
-            return bz2.open(path, "rb")
+            return io.BufferedReader(PackedStreams(path, bz2.BZ2Decompressor), CHUNK)
         case ".xz":
-            return lzma.open(path, "rb")
+            return io.BufferedReader(PackedStreams(path, lzma.LZMADecompressor), CHUNK)
     return path.open("rb")
+
+
+class PackedStreams(io.RawIOBase):
+    """All compressed streams of a file, one after another, perhaps with NULs between them.
+
+    bz2.open and lzma.open take a second stream that cannot be read for no part of the file, and end there:
+    text of files that were compressed in parallel, or joined, would be missing. Here it is an error."""
+
+    def __init__(
+        self, path: Path, make_decompressor: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+    ) -> None:
+        self.make_decompressor = make_decompressor
+        self.decompressor = make_decompressor()
+        self.file = path.open("rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the beginning of a buffer and returns the number of bytes, 0 at the end of the file. Raises
+        EOFError for a stream that is cut, OSError or LZMAError for other bytes than those of a stream."""
+        unpacked = b""
+        while not unpacked:
+            if self.decompressor.eof:
+                packed = self.find_next_stream()
+                if not packed:
+                    return 0
+                self.decompressor = self.make_decompressor()
+            elif self.decompressor.needs_input:
+                packed = self.file.read(CHUNK)
+                if not packed:
+                    raise EOFError("the file ends within a compressed stream")
+            else:
+                packed = b""
+            unpacked = self.decompressor.decompress(packed, len(buffer))
+        buffer[: len(unpacked)] = unpacked
+        return len(unpacked)
+
+    def find_next_stream(self) -> bytes:
+        """Bytes from the beginning of the next stream on; none at the end of the file."""
+        packed = self.decompressor.unused_data or self.file.read(CHUNK)
+        while packed and not packed.strip(b"\0"):
+            packed = self.file.read(CHUNK)
+        return packed.lstrip(b"\0")
 
 
 def split_lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -123,6 +123,14 @@ class Texts(Source):
         return any(fnmatch(name, pattern) for name, pattern in pairs)
 
     def check(self, order: Sequence[str]) -> None:
+        general_folder = self.folder_of(GENERAL)
+        if general_folder is not None and not general_folder.is_dir():
+            raise InvalidOptionError(
+                "domains.general",
+                self.general,
+                reason=f"{general_folder} is no folder",
+                allowed="a folder of text, or null",
+            )
         for folder, paths in self.find_files(order).items():
             for path in paths:
                 if not os.access(path, os.R_OK):
@@ -132,8 +140,12 @@ class Texts(Source):
         self.check_loose_text()
 
         self.log_left_out()
-        if self.folder_of(GENERAL) is None:
+        if general_folder is None:
             no_folder = f"{self.root} has no folder {self.general}"
+            similar_names = [name for name in self.names if name.lower() == str(self.general).lower()]
+            if similar_names:
+                name = similar_names[0]
+                no_folder += f"; {name} is a domain, and domains.general={name} makes it the general text"
             log_general_docs(no_folder if self.general else "domains.general=null")
         split_names = [name for name in order if set(split_words(name)) - {"train"}]
         if split_names:

@@ -118,6 +118,18 @@ def test_general_text_that_nobody_has_chosen_is_named(option, reason, tmp_path, 
     (line,) = [message for message in caplog.messages if message.startswith("General text: ")]
     assert "docstrings of Python's standard library and numpy" in line and reason in line
 
+    write(tmp_path / "General" / "x.txt", "One.\n")
+    caplog.clear()
+    open_texts(tmp_path, general=option).check(["a"])
+    advice = "domains.general=General makes it the general text"
+    assert (advice in caplog.text) == (option is not None)
+
+    write(tmp_path / GENERAL, "One.\n")
+    with pytest.raises(
+        ValueError, match=r"general=general is invalid: .*general is no folder. Allowed: a folder"
+    ):
+        open_texts(tmp_path).check(["a"])
+    (tmp_path / GENERAL).unlink()
     write(tmp_path / GENERAL / "x.txt", "One.\n")
     caplog.clear()
     open_texts(tmp_path).check(["a"])
@@ -164,6 +176,22 @@ def test_a_file_of_0_bytes_that_would_have_a_header_is_refused_before_anything_i
     write(tmp_path / "a" / name, "")
     with pytest.raises(ValueError, match=f"{name} is damaged: it has 0 bytes"):
         open_texts(tmp_path).check(["a"])
+
+
+@pytest.mark.parametrize("suffix", list(PACKERS))
+def test_files_of_several_compressed_streams_are_read_to_their_end(suffix, tmp_path):
+    first = PACKERS[suffix](b"One.\n")
+    second = PACKERS[suffix](b"Two.\nThree.\n")
+    path = tmp_path / "a" / f"x.txt{suffix}"
+    padding = b"" if suffix == ".bz2" else bytes(4)
+    write(path, first + padding + second + padding)
+    assert read_texts(tmp_path) == ["One.", "Two.", "Three."]
+
+    damaged = b"?" + second[1:]
+    for further in (damaged, second[:-3], b"no stream"):
+        path.write_bytes(first + further)
+        with pytest.raises(ValueError, match=f"x.txt{suffix} cannot be read: "):
+            read_documents(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["cut.jsonl.xz", "cut.jsonl.bz2", "cut.jsonl.gz"])
