@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def format_summary(count: int, size: int, *, are_removed: bool) -> str:
-    """How many entries there were, what they take together, and how one removes them. Of entries that were to
-    be removed some may have been in use: each has its own line.
+    """How many entries there were, what they take together, and how one removes them. Some entries may have
+    stayed, as they were in use: each has its own line.
 
     >>> format_summary(0, 0, are_removed=False)
     'Nothing to remove'

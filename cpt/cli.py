@@ -180,8 +180,8 @@ def unquote_patterns(argument: str) -> str:
 
 
 def keep_text(argument: str) -> str:
-    """An argument whose texts are quoted where Hydra would make other ones of them: of `name=2024_01` the
-    number 202401, of `domains.only=[1e3]` 1000.0. What has quotes, braces or spaces is left as it is."""
+    """An argument whose texts are quoted where Hydra would make other values of them: the number 202401 of
+    `name=2024_01`, 1000.0 of `domains.only=[1e3]`. What has quotes, braces or spaces is left as it is."""
     key, equals, value = argument.partition("=")
     has_other_syntax = re.search(r"""['"$\\{}]|(?<!,)\s""", value)
     if not equals or key.lstrip("+") not in TEXT_OPTIONS or has_other_syntax:

@@ -238,7 +238,7 @@ def number_block(block: Block, section: RunSection, number: int) -> Block:
 
 
 def tabulate_unfinished(unfinished: Sequence[MeasuredRun], started: Sequence[Path]) -> Block:
-    """Of runs that are not finished, and of `started` ones that have measured nothing."""
+    """The table of runs that are not finished, and of `started` ones that have measured nothing."""
     cells = []
     for run in unfinished:
         cells.append(

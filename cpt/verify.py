@@ -69,7 +69,7 @@ def find_all_damage(folders: Sequence[Path]) -> dict[Path, list[str]]:
 
 
 def find_damage_in_run(folder: Path) -> Iterator[str]:
-    """A line for each damaged file of a run folder; of a finished run for each missing one, too."""
+    """A line for each damaged file of a run folder, and for each missing one of a finished run."""
     run = RunDir(folder)
     read_table = partial(pq.read_table, page_checksum_verification=True)
     checks: dict[str, Callable[[Path], object]] = {

@@ -50,8 +50,8 @@ UNITS = ("auto", "file", "paragraph", "line")  # see domains.document
 
 @dataclass
 class HeldOutText:
-    """Documents that no token is learned of. `share` of all are drawn by the hash of their text; of a corpus
-    whose files name splits, those of valid and test."""
+    """Documents of which no token is learned. In a corpus whose files name splits these are valid and test,
+    else a `share` of all, drawn by the hash of their text."""
 
     share: float
     has_named_splits: bool
@@ -174,7 +174,7 @@ def load_own_tokenizer(base: str) -> PreTrainedTokenizerBase:
 
 
 def folder_of(corpus: Path) -> Path:
-    """The folder that is read; of a single file all others in it are ignored."""
+    """The folder that is read. Where the corpus is a single file, all others in its folder are ignored."""
     return corpus if corpus.is_dir() else corpus.parent
 
 

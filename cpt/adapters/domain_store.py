@@ -312,7 +312,7 @@ class Router(DomainScorer):
 
 def keep_largest(log_weights: Tensor, count: int) -> Tensor:
     """Log weights [n, K] in which the `count` largest of each position are scaled to a sum of 1, and all
-    other weights are 0. Of equal weights those of the first sources count as larger.
+    other weights are 0. Among equal weights the first sources count as larger.
 
     >>> keep_largest(torch.tensor([[0.5], [0.3], [0.2]]).log(), 2).exp()
     tensor([[0.6250],

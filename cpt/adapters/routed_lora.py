@@ -95,10 +95,11 @@ class SampleRouter(nn.Module):
     attention   a = softmax_i(q k_i / sqrt(D)),  q = LN(silu(W_up W_down e))             (SAPT)
     cosine      a = softmax_i(scale cos(e, k_i))                                         (MoCL)
 
-    e [D] is a mean over a sample's tokens, in a causal model over those up to the token that is weighted: of
-    the tokens' embeddings (query=embeddings), or of the last hidden states of the encoder or body, computed
-    without adapters, in eval mode and without a gradient (query=encoder). Only the newest adapter's key is
-    trained; it starts as U(-1, 1). The router has the device and type of the tensor `like`."""
+    e [D] is a mean over a sample's tokens, in a causal model over those up to the token that is weighted. It
+    is a mean of the tokens' embeddings (query=embeddings), or of the last hidden states of the encoder or
+    body, computed without adapters, in eval mode and without a gradient (query=encoder). Only the newest
+    adapter's key is trained; it starts as U(-1, 1). The router has the device and type of the tensor
+    `like`."""
 
     earlier: Tensor
 

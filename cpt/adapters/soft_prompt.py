@@ -57,7 +57,7 @@ class PromptVectors(nn.Module):
 
     @property
     def positions_taken(self) -> int:
-        """n: of a model's positions, those that a text can not have."""
+        """n: the positions of a model that a text cannot have."""
         return self.weight.shape[-2]
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

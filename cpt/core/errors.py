@@ -110,8 +110,8 @@ LOST_LOADER = re.compile(
 
 
 def find_reason(error: BaseException) -> str:
-    """An error's message on one line; of an error inside a Hydra instantiation or a loader's process, the
-    cause's."""
+    """An error's message on one line. An error inside a Hydra instantiation or a loader's process has the
+    message of its cause."""
     lines = [line.strip() for line in explain_error(error).splitlines() if line.strip()]
     if lines and re.match(r"Caught \w+ in DataLoader worker process", lines[0]):
         _, _, message = lines[-1].partition(": ")

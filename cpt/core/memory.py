@@ -85,8 +85,8 @@ def trim_heap() -> None:
 
 
 def find_total_memory() -> int:
-    """The bytes of main memory that this process may use: of the machine, or less where a control group of
-    Linux (a container, a job of SLURM) has a limit."""
+    """The bytes of main memory that this process may use: those of the machine, or the lower limit of a
+    control group of Linux (a container, a job of SLURM)."""
     limits = [psutil.virtual_memory().total]
     for path in list_limit_files(Path("/proc/self/cgroup"), root=Path("/sys/fs/cgroup")):
         text = path.read_text().strip() if path.is_file() else ""
@@ -96,8 +96,8 @@ def find_total_memory() -> int:
 
 
 def list_limit_files(groups: Path, *, root: Path) -> list[Path]:
-    """The files of the memory limits of a process: of its own control group and of all above it, which limit
-    it as well. `groups` has a line NUMBER:CONTROLLERS:PATH for each hierarchy; that of version 2 names no
+    """The files with the memory limits of a process: those of its own control group and of all groups above
+    it. `groups` has a line NUMBER:CONTROLLERS:PATH for each hierarchy; that of version 2 names no
     controllers, and one of version 1 is in a folder of its name."""
     paths: list[Path] = []
     if not groups.is_file():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = False) -> str:
-    """The names with commas; of more than `limit` the first, and an ellipsis. `with_count`: and how many
-    are left out.
+    """The names with commas. Of more than `limit` names only the first are listed, then an ellipsis and,
+    `with_count`, how many are left out.
 
     >>> abbreviate(["law", "food"])
     'law, food'

@@ -39,8 +39,8 @@ LONGEST_TAG = 64  # characters, W&B's own limit
 
 
 def name_run(overrides: Sequence[str], method: str, order: Any, seed: int, *, num_path_parts: int = 1) -> str:
-    """The run folder's name: method, order, seed and what else was chosen; of a path its last part, or the
-    number of them that is asked for."""
+    """The run folder's name: method, order, seed and what else was chosen. A path is named by its last part,
+    or by as many parts as are asked for."""
     parts = [method, f"order-{order}", f"seed-{seed}"]
     for key, value in sorted(list_choices(as_written(overrides)).items()):
         if key not in ("method", "order", "seed", "hydra"):
@@ -145,8 +145,8 @@ def quote(value: str) -> str:
 
 @functools.lru_cache  # the config asks again wherever a name is interpolated
 def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
-    """The values of the overrides that decide the result, by key, without secrets; of an option that is given
-    twice the last one. The dict is cached: it must not be changed."""
+    """The values of the overrides that decide the result, by key, without secrets; the last one counts of an
+    option that is given twice. The dict is cached: it must not be changed."""
     choices = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")

@@ -211,8 +211,8 @@ def leave_all(number: int, where: str = "") -> None:
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """For processes that prepare data: signals to the whole run are for their parent, which ends them; of
-    SIGTERM, which it may have to use, they ignore the first."""
+    """For processes that prepare data. Signals to the whole run are for their parent, which ends them. They
+    ignore only the first SIGTERM, as the parent may have to send a second one."""
     signal.set_wakeup_fd(-1)  # the parent's
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

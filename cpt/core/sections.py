@@ -65,8 +65,8 @@ def find_import_error(target: str, error: BaseException) -> BaseException:
 
 
 def describe_import_error(error: BaseException) -> str:
-    """The message of an error that a module raised while it was imported; of another kind than a missing name
-    with its class, as its message alone may be a word."""
+    """The message of an error that a module raised while it was imported. Errors other than a missing name or
+    a ValueError begin with their class: their message alone may be a single word."""
     if isinstance(error, ImportError | AttributeError | ValueError):
         return find_reason(error)
     return f"{type(error).__name__} while it is imported: {find_reason(error)}"

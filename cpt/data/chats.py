@@ -121,8 +121,8 @@ class ChatEncoder:
         return re.compile(self.text_encoder.spelled_pattern or "(?!)")
 
     def template_of(self, example: Example) -> str:
-        """The template for a chat: of several the one for tools, if it has some. Raises ValueError where the
-        tokenizer has none."""
+        """The template for a chat: the one for tools, where the tokenizer has several and the chat has tools.
+        Raises ValueError where the tokenizer has none."""
         name = "tool_use" if example.tools and "tool_use" in self.templates else DEFAULT_TEMPLATE
         if name not in self.templates:
             raise ValueError(

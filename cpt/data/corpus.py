@@ -144,7 +144,7 @@ def compare_splits(corpus: Corpus, name: str, *, form: str) -> NearDuplicates:
 
 
 def compared_texts(documents: Dataset, form: str) -> Iterator[str]:
-    """The texts by which documents are compared: of examples what they ask about, without their prompt."""
+    """The texts by which documents are compared: for examples, what they ask about without their prompt."""
     for begin in range(0, len(documents), BATCH_DOCUMENTS):
         for document in documents[begin : begin + BATCH_DOCUMENTS]["text"]:
             if form == EXAMPLES:

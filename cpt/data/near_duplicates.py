@@ -204,8 +204,8 @@ def count_near_duplicates(
     held_out: Iterable[str], training: Iterable[str], *, name: str, num_training: int, train_bytes: int
 ) -> NearDuplicates:
     """Counts the held-out documents that are near-duplicates of training documents. There are `num_training`
-    training documents of `train_bytes` in all; of more than MAX_TRAIN_BYTES every n-th batch is compared.
-    `name` of the domain is for the progress bar."""
+    training documents of `train_bytes` in all; if they are more than MAX_TRAIN_BYTES, only every n-th batch
+    is compared. `name` of the domain is for the progress bar."""
     spans = HeldOutSpans(held_out)
     stride = max(1, math.ceil(train_bytes / MAX_TRAIN_BYTES))
     num_read = 0

@@ -80,7 +80,7 @@ class WordCounts:
 
 @dataclass(frozen=True)
 class Extension:
-    """Entries that a vocabulary gets, in the order of their ids, and for BPE the merges that make them; of
+    """Entries that a vocabulary gets, in the order of their ids, and for BPE the merges that make them. For
     whole words `scores` has the log-probability of each."""
 
     entries: list[str]

@@ -29,8 +29,8 @@ PADDING = -1  # the document of a token of padding
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of token ids of one split, memory-mapped. `packing` says how documents fill them: of CONCAT only
-    the last row may be shorter than `length`, of others any."""
+    """Rows of token ids of one split, memory-mapped. `packing` says how documents fill them: with CONCAT only
+    the last row may be shorter than `length`, else any row."""
 
     rows: TokenRows
     length: int

@@ -319,7 +319,7 @@ class ReplayPool:
     """Texts that a stage draws a `share` of its samples from.
 
     Each turn draws a row of every text in a random order, epoch by epoch from a shuffle of what is stored of
-    it: of t texts in a buffer of m samples the first m div t of a fixed shuffle."""
+    it. A buffer of m samples for t texts stores the first m div t samples of a fixed shuffle of each text."""
 
     texts: Mapping[str, Packed]
     _: KW_ONLY

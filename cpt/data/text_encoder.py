@@ -310,8 +310,8 @@ def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
 
 def merge_entries(merge: str | Sequence[str], prefix: str) -> tuple[str, str, str]:
     """The three vocabulary entries of a merge of a BPE: the two that it joins and the one that it makes. The
-    file has a merge as a pair, or as a text with a blank between. Of the second entry the `prefix` of entries
-    within a word (## of BERT) is left out."""
+    file has a merge as a pair, or as a text with a blank between. The `prefix` of entries within a word (##
+    of BERT) is left out of the second entry."""
     first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
     return first, second, first + second.removeprefix(prefix)
 

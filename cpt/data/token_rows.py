@@ -272,8 +272,8 @@ def join_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 class RowWriter:
-    """Writes the files of CutRows to a folder: of rows of at most `length` tokens, from `num_tokens` of a
-    text; `has_start` where rows begin with an id. Within the context the files are open."""
+    """Writes the files of CutRows to a folder, for rows of at most `length` tokens from a text of
+    `num_tokens`; `has_start` says that rows begin with an id. Within the context the files are open."""
 
     def __init__(
         self, folder: Path, *, length: int, num_tokens: int, has_start: bool, has_several_pieces: bool

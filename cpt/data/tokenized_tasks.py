@@ -117,7 +117,7 @@ class EncodingCounts:
 @dataclass(frozen=True)
 class TaskPrompt:
     """An example as a model is asked it. The ids of each choice and of the right answer follow those of the
-    prompt; of an encoder-decoder the prompt is the encoder's, and the decoder writes the answer."""
+    prompt. In an encoder-decoder the prompt is the encoder's, and the decoder writes the answer."""
 
     example: Example
     ids: list[int]
@@ -164,7 +164,7 @@ class Encoder:
         return TextEncoder(self.tokenizer, SPLIT)
 
     def encode(self, example: Example) -> EncodedExample:
-        """The row of an example; of a chat that is several rows the last one."""
+        """The row of an example; the last one of a chat that is several rows."""
         return list(self.encode_all([example]))[-1]
 
     def encode_all(

@@ -43,9 +43,9 @@ MAX_NESTING = 4  # levels of objects and containers inside a slow tokenizer that
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of what decides the ids of a text: of a fast tokenizer its serialized backend, of a slow one its
-    vocabulary, merges or SentencePiece model, and options. Not of truncation and padding, which cpt does
-    itself."""
+    """A hash of what decides the ids of a text. For a fast tokenizer this is its serialized backend, for a
+    slow one its vocabulary, merges or SentencePiece model, and options. Truncation and padding are left out:
+    cpt does them itself."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     definition: dict[str, Any]
     if backend is not None:

@@ -23,8 +23,8 @@ CHAT_ENCODING = Encoding(truncate="tail", scored_turns="all", date=TEMPLATE_DATE
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A chat as a model reads it. The loss is on the answers of all rows; of what the model writes after the
-    prompt, the end of the reference is the end."""
+    """A chat as a model reads it. The loss is on the answers of all rows. The last token of the reference
+    also ends what the model writes after the prompt."""
 
     chat: HeldOutChat
     rows: Sequence[EncodedExample]

@@ -73,8 +73,8 @@ def make_path_error(path: Path, *, reason: str) -> InvalidOptionError:
 
 
 def stamp_chats(options: ChatOptions) -> str:
-    """A hash of names, sizes and times of the files; of the chats that cpt ships, of their content, since
-    each installation writes the file again."""
+    """A hash of names, sizes and times of the files. The chats that cpt ships are hashed by their content,
+    since each installation writes the file again."""
     if options.path is None:
         return file_hash(SHIPPED)
     return digest(files.stamp_files(find_chat_files(options)))

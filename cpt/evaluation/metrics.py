@@ -405,7 +405,7 @@ def bootstrap(
     The percentiles of few items are too narrow. `adjusted`: with less freedom than MIN_BOOTSTRAP_ITEMS of one
     column have, or with fewer than MIN_ITEMS_PER_COLUMN items in a column (their harmonic mean), Student's t
     interval by the standard deviation of the draws, times sqrt(n / (n - 1)); with less freedom than MIN_ITEMS
-    have, none. Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite (1946) for
+    have, none. K columns of n_c items have the freedom K^2 / sum_c 1 / (n_c - 1): Satterthwaite (1946) for
     equal variances. `averaged_columns`: by the name of a value, the columns that it is a mean over; default:
     all. `levels`: names of values that are losses, no differences of losses: Student's interval of their
     perplexity is exp of that of its logarithm."""

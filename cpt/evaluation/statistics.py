@@ -111,8 +111,8 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
     """The mean over tasks of the mean difference of a task's examples. `tasks` has for each task the
     differences of two models' scores, [example]. The interval is a bootstrap that redraws the examples within
     each task; `p` is of Fisher's test, which swaps the two models' scores of random examples; `n` is the
-    number of test examples. Tasks are read one after another: of each, only the values that occur and their
-    counts are held."""
+    number of test examples. Tasks are read one after another: only the values that occur in each, and their
+    counts, are held."""
     # A stratum is a task. Rounded, since equal sums may differ in their last digits.
     strata = [
         np.unique(differences.round(12), return_counts=True) for differences in tasks if len(differences)
@@ -125,7 +125,7 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
         return generator.multinomial(counts.sum(), counts / counts.sum(), size=size)
 
     def flip_signs(counts: Array, size: int) -> Array:
-        """Of m equal values, a binomial number keeps its sign."""
+        """Among m equal values, a binomial number of them keep their sign."""
         return 2 * generator.binomial(counts, 0.5, size=(size, len(counts))) - counts
 
     redrawn = draw_task_means(strata, redraw, NUM_BOOTSTRAP_DRAWS)
@@ -158,8 +158,8 @@ def draw_task_means(
 
 
 def mcnemar(higher: int, lower: int) -> float:
-    """Two-sided p-value of McNemar's exact test (McNemar 1947): of the examples that are right in one of two
-    models alone, each is as likely to be the one's as the other's."""
+    """Two-sided p-value of McNemar's exact test (McNemar 1947). By its hypothesis an example that only one of
+    two models has right is as likely to be that of the one as of the other."""
     if not higher + lower:
         return 1.0
     return float(stats.binomtest(higher, higher + lower).pvalue)

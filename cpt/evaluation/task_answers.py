@@ -168,7 +168,8 @@ def generate_batches(
     key-value cache takes no padding: a batch has prompts of one length.
 
     `step` is called with numbers of questions that are done, also while a batch is written, which can take
-    minutes: of its questions as many count as done as it has of its tokens. What `step` raises ends all."""
+    minutes: the share of its questions that count as done is the share of its tokens that are written. What
+    `step` raises ends all."""
 
     def length(question_index: int) -> int:
         return len(questions[question_index].ids)

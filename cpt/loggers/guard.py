@@ -81,8 +81,8 @@ def guard_logger(logger: Logger, label: str, names: MetricNames | None = None) -
 
 
 def catch_failures(function: Callable, failures: LoggerFailures, fallback: Any) -> Callable:
-    """The function, which returns a fallback where it fails or its logger is disabled. Of methods that call
-    each other the outermost one fails."""
+    """The function, which returns a fallback where it fails or its logger is disabled. Where methods call
+    each other, the outermost one fails."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ class LoggedRun:
 
 class LongCSV(Logger):
     """metrics.csv with the columns step, name, value, which a resumed run appends to, other than Lightning's
-    CSVLogger. Of two lines with one step and name, the later one counts."""
+    CSVLogger. Where two lines have one step and name, the later one counts."""
 
     name = "csv"
     version = ""

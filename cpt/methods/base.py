@@ -185,7 +185,7 @@ class ContinualMethod(StageModule):
 
     def scoring_parameters(self, domain: int) -> dict[str, Tensor]:
         """The parameters by name with which `nll` scores text of a domain (-1: general text) in place of the
-        model's own; of a method with modules per domain those of the one that scores the text."""
+        model's own. With modules per domain these are the parameters of the domain that scores the text."""
         if not isinstance(self.router, Router):
             return {}
         [source] = self.router.sources(domain)

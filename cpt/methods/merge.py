@@ -52,8 +52,8 @@ PARALLEL_COSINE = 0.9995  # the least |cosine| at which slerp interpolates linea
 
 @dataclass(frozen=True)
 class FinishedDomain:
-    """The weights of one domain at its start and its end, in at least 32 bits, by parameter name. Of a model
-    that is sharded they are the rows of this process."""
+    """The weights of one domain at its start and its end, in at least 32 bits, by parameter name. For a
+    sharded model they are the rows of this process."""
 
     parameters: Mapping[str, Tensor]  # the model's parameters themselves, which say how they are sharded
     start_weights: Mapping[str, Tensor]  # s_k

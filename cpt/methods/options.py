@@ -206,8 +206,8 @@ class ELLEOptions(Options):
 
 
 def value_before(domain: int, values: float | Sequence[float]) -> float:
-    """An option's value before the domain of an index, 1 or more: of a list with one value per further
-    domain, whose last one holds for all that follow, or the same for all.
+    """An option's value before the domain of an index, 1 or more. The option is one value for all domains, or
+    a list with one value per further domain, whose last one holds for all that follow.
 
     >>> [value_before(domain, (2, 4)) for domain in (1, 2, 3)]
     [2, 4, 4]

@@ -32,11 +32,11 @@ INTEGER_TYPES = {2: torch.int16, 4: torch.int32}  # by bytes per entry
 
 class Reservoir(nn.Module):
     """`samples` slots: a row of ids with its labels, and outputs [scored, width] at its scored positions,
-    padded; of an encoder-decoder its decoder ids, where documents share rows the document of each token, and
-    `by_domain` the domain.
+    padded. A slot also has the decoder ids for an encoder-decoder, the document of each token where documents
+    share rows, and `by_domain` the domain.
 
-    Of w processes, r keeps its own samples in the slots r, r + w, r + 2w, ... and draws from these;
-    `seen[r]` counts the samples that it was offered. A state_dict gathers all slots (a collective)."""
+    Process r of w keeps its own samples in the slots r, r + w, r + 2w, ... and draws from these; `seen[r]`
+    counts the samples that it was offered. A state_dict gathers all slots (a collective)."""
 
     def __init__(
         self,

@@ -236,8 +236,8 @@ class SDFT(ContinualMethod):
 
 
 def find_questions(batch: Batch, stream: int) -> list[Question]:
-    """The questions of a training batch. Of a row with several answers one is drawn; a row that is scored
-    from its beginning, as of raw text, has no question. `stream` is the key of the random numbers."""
+    """The questions of a training batch. One answer is drawn of a row with several; a row that is scored from
+    its beginning, as of raw text, has no question. `stream` is the key of the random numbers."""
     width = output_ids(batch).shape[1]
     rows = batch["rows"].cpu().numpy()
     columns = batch["positions"].cpu().numpy() - rows * width

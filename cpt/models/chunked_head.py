@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """A loss by position, and the factor of its sum in what is minimized. Of several losses the first has
-    the factor 1. The sum is not multiplied by it: only its gradient takes longer with another factor."""
+    """A loss by position, and the factor of its sum in what is minimized. The first of several losses has the
+    factor 1. The sum is not multiplied by it: only its gradient takes longer with another factor."""
 
     loss: TokenLoss
     strength: float = 1.0

@@ -97,7 +97,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by name; of a sharded one the rows of this process."""
+    """The parameters of a model by name; in a sharded model the rows of this process."""
     reshard(model)
     return dict(model.named_parameters())
 

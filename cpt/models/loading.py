@@ -72,8 +72,8 @@ CHECKED_NUMBERS = 2**20  # of a weight that is checked, at a time
 
 
 def find_objectives(config: PretrainedConfig) -> list[str]:
-    """The objectives that transformers has a model for, `masked`, `causal` or `span`: of the class that the
-    checkpoint was saved as, else of its architecture."""
+    """The objectives that transformers has a model for, `masked`, `causal` or `span`: those of the class that
+    the checkpoint was saved as, else those of its architecture."""
     saved_class = (config.architectures or [""])[0]
     model_type = config.model_type
     is_causal_class = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) == saved_class
@@ -346,11 +346,11 @@ def load_model(
     rows: VocabularyRows = NO_NEW_ROWS,
     sharding: Sharding | None = None,
 ) -> PreTrainedModel:
-    """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
-    first `num_hidden_layers` blocks and with other `rope` parameters if not None. Its linear layers are
-    quantized as `quantization` says, or as they are stored; with a `dtype` of 16 bits the others are narrow
-    (`make_narrow`). Parameters of a head that the checkpoint lacks are random, the same in each copy. `rows`
-    sets those of the vocabulary.
+    """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged. It has
+    the first `num_hidden_layers` blocks only, and other `rope` parameters, if these are not None. Its linear
+    layers are quantized as `quantization` says, or as they are stored; with a `dtype` of 16 bits the others
+    are narrow (`make_narrow`). Parameters of a head that the checkpoint lacks are random, the same in each
+    copy. `rows` sets those of the vocabulary.
 
     With a `sharding`, which all processes call with, each reads its rows of every weight, if the files allow
     it: else each has the whole model. Raises ValueError for weights that are not finite."""
@@ -645,8 +645,9 @@ def make_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def train_tokenizer(texts: Iterator[str], *, vocabulary: int, objective: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (Radford et al. 2019) learned from texts: of a `masked` model `<s> … </s>`, a `causal`
-    one `<s> …` (packing ends documents), a `span` one `… </s>` with sentinels as the last ids, as T5's."""
+    """A byte-level BPE (Radford et al. 2019) learned from texts. A text becomes `<s> … </s>` for a `masked`
+    model, `<s> …` for a `causal` one (packing ends documents), and `… </s>` for a `span` one, with sentinels
+    as the last ids, as T5's."""
     has_sentinels = objective == "span"
     names = ("pad", "eos", "unk") if has_sentinels else tuple(SPECIAL_TOKENS)
     special_tokens = {}

@@ -204,10 +204,10 @@ class Causal(Objective):
 class Span(Objective):
     """Span corruption, the pre-training of T5 (Raffel et al., JMLR 2020, section 3.1.4; as its code has it).
 
-    Of a row of n tokens, round(rate * n) are hidden in spans of `mean` tokens on average; texts x_k and
-    holes alternate. The source is x_0 s_0 x_1 s_1 … </s> with sentinels s_k, the target s_0 hole_0 s_1
-    hole_1 … </s>. Trained on is the whole target, scored are hidden tokens only. `start` is a decoder's
-    first input."""
+    In a row of n tokens, round(rate * n) are hidden, in spans of `mean` tokens on average; texts x_k and
+    holes alternate. The source is x_0 s_0 x_1 s_1 … </s> with sentinels s_k, the target s_0 hole_0 s_1 hole_1
+    … </s>. Trained on is the whole target, scored are hidden tokens only. `start` is a decoder's first
+    input."""
 
     scores = "hidden tokens, neither sentinels nor the end"
 

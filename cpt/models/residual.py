@@ -131,8 +131,8 @@ def find_tables(config: PretrainedConfig) -> VocabularyTables:
 
 
 def find_stored_name(checkpoint: Checkpoint, name: str, tables: VocabularyTables) -> str | None:
-    """The name that a tensor of the run has in another checkpoint: with or without the prefix of the body. Of
-    a head that the checkpoint ties and does not store, that of the embedding. None without a tensor."""
+    """The name that a tensor of the run has in another checkpoint: with or without the prefix of the body. A
+    head that the checkpoint ties and does not store has the name of the embedding. None without a tensor."""
     for candidate in (name, tables.prefix + name, name.removeprefix(tables.prefix)):
         if candidate in checkpoint.stored.tensors:
             return candidate
@@ -146,7 +146,7 @@ def find_stored_name(checkpoint: Checkpoint, name: str, tables: VocabularyTables
 
 @dataclass(frozen=True)
 class RowMap:
-    """Of each row [R] of the new embedding, the row of its token in the three models, NO_ROW where one lacks
+    """The rows that each token of the new embedding has in the three models, each [R]; NO_ROW where one lacks
     the token."""
 
     run: Tensor

@@ -181,8 +181,8 @@ def forget_lengths(model: nn.Module) -> None:
 
 
 def dynamic_prefixes(module: nn.Module) -> list[str]:
-    """Of a module of transformers that computes rotary positions: what begins its attributes for each layer
-    type with dynamic RoPE, "" without layer types."""
+    """The prefixes of a module's attributes for each layer type with dynamic RoPE, "" without layer types;
+    the module is one of transformers that computes rotary positions."""
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, Mapping):
         return [f"{layer_type}_" for layer_type, of_layers in rope_type.items() if of_layers == DYNAMIC]

@@ -133,7 +133,7 @@ def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
 
 
 def find_main_dtype(stored: StoredWeights) -> torch.dtype:
-    """The type that most numbers of a checkpoint have; of one in few bits, of those that it has in full."""
+    """The type that most numbers of a checkpoint have, without those that it stores in few bits."""
     counts = Counter[torch.dtype]()
     for tensor in stored.tensors.values():
         if tensor.is_floating_point():
@@ -175,8 +175,8 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def find_non_finite(files: Iterable[Path]) -> list[str]:
-    """The names of the tensors in `files` that have NaN or infinite numbers. Of safetensors one tensor at a
-    time is in memory."""
+    """The names of the tensors in `files` that have NaN or infinite numbers. Safetensors are read one tensor
+    at a time."""
     names = []
     for path in files:
         for name, tensor in read_tensors(path):

@@ -34,8 +34,8 @@ def can_stream(skeleton: PreTrainedModel) -> bool:
 
 
 def find_weights(skeleton: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights that files have, by their names in the model, without storage: of tied ones the first, and
-    none that transformers does not save."""
+    """The weights that files have, by their names in the model, without storage: only the first of tied
+    weights, and none that transformers does not save."""
     state = skeleton.state_dict()
     for name in skeleton._keys_to_ignore_on_save or ():
         state.pop(name, None)

@@ -115,7 +115,7 @@ class ExcessLossSelection(TokenWeights):
 
 def choose_highest(values: Tensor, groups: Tensor, *, share: float) -> Tensor:
     """1 for the round(share n) highest of the n values of each group, at least one, and 0 for the others,
-    [K]; `groups` [K] are numbers from 0 on. Of equal values the first ones are chosen.
+    [K]; `groups` [K] are numbers from 0 on. Among equal values the first ones are chosen.
 
     >>> values = torch.tensor([3.0, 1.0, 2.0, 5.0])
     >>> choose_highest(values, torch.tensor([0, 0, 0, 1]), share=0.5)

@@ -105,8 +105,8 @@ def try_model(
 ) -> None:
     """Raises ValueError for a model that does not run with an objective, which is called masked, causal or
     span, or whose tokens see what this objective hides or do not see what it needs. `source` names the model
-    in messages, as KEY=VALUE; rows of at most `length` tokens are tried. Of a stand-in, outputs that are not
-    finite are no fault: its random weights are not those of the model."""
+    in messages, as KEY=VALUE; rows of at most `length` tokens are tried. Outputs of a stand-in may be
+    non-finite: its random weights are not those of the model."""
     try:
         row = draw_row(model, tokens=min(length, NUM_TOKENS))
         with torch.random.fork_rng(devices=[]):

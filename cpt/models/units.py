@@ -223,8 +223,8 @@ def has_experts(module: nn.Module) -> bool:
 
 
 def find_expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of experts that are one parameter for all experts of a block, by name: of three axes, an
-    expert, its outputs and its inputs, in the order of the model's class."""
+    """The weights of experts that are one parameter for all experts of a block, by name. They have three
+    axes, an expert, its outputs and its inputs, in the order of the model's class."""
     convolution_ids = set[int]()
     for part in module.modules():
         if isinstance(part, nn.Conv1d | nn.Conv2d):
@@ -600,7 +600,7 @@ def share_members(heads: int, groups: int, size: int) -> Tensor:
 
 
 def make_output_parts(linear: Projection, members: Tensor) -> list[Part]:
-    """The output features of a linear layer: of its weight, and of its bias if it has one."""
+    """The output features of a linear layer: those of its weight, and of its bias if it has one."""
     parts = [Part(module=linear.module, attribute="weight", axis=linear.axis, members=members)]
     if linear.bias is not None:
         parts.append(Part(module=linear.module, attribute="bias", axis=0, members=members))

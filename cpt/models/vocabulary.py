@@ -257,11 +257,11 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 def find_new_tokens(weight: Tensor, tokenizer: PreTrainedTokenizerBase) -> AddedTokens:
     """The added tokens whose rows in an embedding [R, D] are missing or untrained.
 
-    Ids beyond the embedding are new. Of those within it, special tokens and what looks like a control token
-    or is in the chat template may be the checkpoint's own: they are new only where the rows that no token has
-    look unlike trained ones, and theirs look like these. Other words are new where their rows look like
-    unused ones, or, without unused rows, where further new tokens follow beyond the embedding. A row that
-    resembles the mean of its sub-tokens has been trained from it, and stays."""
+    Ids beyond the embedding are new. Within it, special tokens and what looks like a control token or is in
+    the chat template may be the checkpoint's own: they are new only where the rows that no token has look
+    unlike trained ones, and theirs look like these. Other words are new where their rows look like unused
+    ones, or, without unused rows, where further new tokens follow beyond the embedding. A row that resembles
+    the mean of its sub-tokens has been trained from it, and stays."""
     base_ids, added_contents = split_vocabulary(tokenizer)
     if not added_contents or not base_ids:
         return AddedTokens({}, [])

@@ -115,8 +115,8 @@ def build_figures(section: RunSection) -> list[Block]:
 
 
 def draw_matrices(section: RunSection) -> Picture | None:
-    """Heat maps of the mean changes of each group, in the order of the groups; of more than MAX_PANELS groups
-    the baselines and the first others. None without a trained stage."""
+    """Heat maps of the mean changes of each group, in the order of the groups. If there are more than
+    MAX_PANELS, the baselines and the first others are shown. None without a trained stage."""
     baseline_names = {baseline.name for baseline in section.baselines.values()}
     trained_groups = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
     baselines_first = sorted(trained_groups, key=lambda group: group.name not in baseline_names)
@@ -178,8 +178,8 @@ def collect_curves(section: RunSection) -> dict[str, OrderCurves]:
 
 def draw_curves(section: RunSection) -> Picture | None:
     """Training loss over the tokens of the whole run: a panel for each order, at most MAX_ORDERS, and a line
-    for each group, the mean over its seeds, shaded from the lowest to the highest. Of more than MAX_LISTED
-    groups, those that end lowest. None without curves."""
+    for each group, the mean over its seeds, shaded from the lowest to the highest. If there are more than
+    MAX_LISTED groups, those that end lowest are shown. None without curves."""
     orders = collect_curves(section)
     if not orders:
         return None
@@ -231,7 +231,7 @@ def draw_losses(axes: Axes, curves: Sequence[Series], *, group: str, label: str,
 
 
 def select_lowest(ends: Mapping[str, float]) -> list[str]:
-    """The names by ascending value; of more than MAX_LISTED the first NUM_HIGHLIGHTED."""
+    """The names by ascending value; the first NUM_HIGHLIGHTED if they are more than MAX_LISTED."""
     names = sorted(ends, key=lambda name: ends[name])
     return names[:NUM_HIGHLIGHTED] if len(names) > MAX_LISTED else names
 
@@ -391,8 +391,8 @@ def draw_stages(
     groups: Mapping[str, Sequence[Scores]], *, style_indices: Mapping[str, int] | None = None
 ) -> Picture:
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
-    runs. A model that learned no sequence is a line at its mean over all domains. Of more than MAX_LISTED
-    groups, those that end lowest are named."""
+    runs. A model that learned no sequence is a line at its mean over all domains. If there are more than
+    MAX_LISTED groups, those that end lowest are named."""
     styles = style_groups(groups, style_indices)
     averages = average_stages(groups)
     ends = {name: float(table.mean().dropna().iloc[-1]) for name, table in averages.curves.items()}

@@ -39,8 +39,8 @@ MAX_SHOWN = 9  # rows or columns; of more the first and last four
 
 
 def format_scores(scores: Scores) -> str:
-    """The report of a run for the console: tiles, perplexities, metrics, and what else was measured. Of many
-    domains it has the first and last columns."""
+    """The report of a run for the console: tiles, perplexities, metrics, and what else was measured. If there
+    are many domains, it has the first and last columns."""
     matrices = find_matrices(scores)
     num_shown = len(select_ends(len(scores.domains)))
     tiles = [row[:4] for row in list_tiles(scores)]

@@ -182,7 +182,7 @@ SHARES = ColourScale(low=0, high=1.0)
 
 
 def scale_around_zero(maps: Mapping[str, HeatMap]) -> ColourScale:
-    """The scale of changes, red above 0. Of many cells a few outliers do not widen it."""
+    """The scale of changes, red above 0. Among many cells a few outliers do not widen it."""
     values = np.concatenate([np.ravel(heat_map.values) for heat_map in maps.values()])
     sizes = np.abs(values[np.isfinite(values)])
     if sizes.size > (MAX_LISTED + 1) ** 2:

@@ -188,8 +188,8 @@ def subtract_baseline(
 
 
 def select_runs(examples: ExamplesByRun, group: RunGroup) -> dict[tuple[Pair, int], DataFrame]:
-    """The examples of a group's runs, by order and seed of the run, and fine-tuning seed. Of two runs with
-    one order and seed the first counts."""
+    """The examples of a group's runs, by order and seed of the run, and fine-tuning seed. The first of two
+    runs with one order and seed counts."""
     selected: dict[tuple[Pair, int], DataFrame] = {}
     for (run, seed), frame in examples.items():
         if run in group.runs:
@@ -198,8 +198,8 @@ def select_runs(examples: ExamplesByRun, group: RunGroup) -> dict[tuple[Pair, in
 
 
 def count_outcomes(group_values: np.ndarray, baseline_values: np.ndarray) -> Outcomes:
-    """The outcomes of the values of two groups, of the same shape. Both are right where both are 1; of graded
-    values, which are not only 0 and 1, where they are equal."""
+    """The outcomes of the values of two groups, of the same shape. Both are right where both are 1, or for
+    graded values, which are not only 0 and 1, where they are equal."""
     is_graded = not set(np.unique([group_values, baseline_values])) <= {0, 1}
     is_both = group_values == baseline_values
     if not is_graded:

@@ -101,7 +101,7 @@ def shorten(name: str, *, width: int) -> str:
 
 
 def list_names(names: Sequence[str], *, separator: str = ", ") -> str:
-    """All names; of more than MAX_LISTED the first and last three."""
+    """All names; if they are more than MAX_LISTED, the first and last three."""
     if len(names) > MAX_LISTED:
         names = [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
     return separator.join(names)

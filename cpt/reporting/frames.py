@@ -452,8 +452,8 @@ def list_benchmarks(scores: Scores) -> ReportedValues:
 
 
 def list_costs(scores: Scores) -> ReportedValues:
-    """Each of COST_UNITS for the whole run and for each stage. Of the whole run `stored` is that at its end,
-    `memory` and `trained` are those of the largest stage, the others are sums."""
+    """Each of COST_UNITS for the whole run and for each stage. For the whole run, `stored` is that at its
+    end, `memory` and `trained` are those of the largest stage, and the others are sums."""
     for name, unit in COST_UNITS.items():
         by_stage = costs_by_stage(scores, name)
         yield ReportedValue(metric=name, value=total_cost(scores, name), unit=unit, key=f"cost/{name}")
@@ -592,9 +592,9 @@ def mean_so_far(scores: Scores, row: int) -> float:
 
 
 def list_stage_points(scores: Scores, row: int) -> dict[str, float]:
-    """The points of a row over `stage`: `ppl/TEXT`, `nats/TEXT` and `bits_per_byte/TEXT`; of `stages/…`
-    `mean_perplexity` is over the domains learned so far, `tokens`, `flops` and `seconds` are sums so far, the
-    others of the stage itself."""
+    """The points of a row over `stage`: `ppl/TEXT`, `nats/TEXT`, `bits_per_byte/TEXT` and `stages/…`. In the
+    last, `mean_perplexity` is over the domains learned so far, `tokens`, `flops` and `seconds` are sums so
+    far, and the others are of the stage itself."""
     points: dict[str, float] = {"stage": row}
     for unit, losses in in_units(scores.row_losses(row), layout=scores).items():
         for text, loss in zip(scores.domains, losses.tolist(), strict=True):

@@ -147,8 +147,8 @@ def tabulate_measures(section: RunSection) -> Block:
 
 
 def tabulate_domains(section: RunSection) -> Block:
-    """The final perplexity on each test text, a mean over the runs; of many texts, those on which the groups
-    differ most."""
+    """The final perplexity on each test text, a mean over the runs. If there are many texts, those on which
+    the groups differ most are shown."""
     values = {group.name: average_final_perplexities(group) for group in section.groups}
     texts: dict[str, None] = {}  # an ordered set
     for by_text in values.values():

@@ -295,7 +295,7 @@ def group_licenses(licenses: Iterable[StatedLicense], *, limit: int) -> list[lis
 
 
 def describe_sources(names: Sequence[str], *, limit: int) -> str:
-    """The names with commas; of more than `limit` how many there are, and the first."""
+    """The names with commas; if they are more than `limit`, their number and the first ones."""
     if len(names) > limit:
         return f"{count_noun(len(names), 'text')}, like {names[0]}"
     return ", ".join(names)

@@ -227,7 +227,8 @@ def format_public_command(folder: Path, public_names: Collection[str]) -> str:
 
 
 def format_card_matrix(perplexities: DataFrame) -> list[list[str]]:
-    """The perplexities after each stage; of many texts, only base and last model, a row for each text."""
+    """The perplexities after each stage. If there are many texts, only those of the base and the last model,
+    with a row for each text."""
     table = [["after", *perplexities.columns], *format_cells(perplexities, format_perplexity)]
     if len(perplexities.columns) <= MAX_LISTED:
         return table

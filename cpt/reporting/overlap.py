@@ -173,7 +173,7 @@ def read_distributions(diagnostics: Diagnostics, scores: Scores) -> dict[str, Di
 
 
 def sum_min_and_max(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each two rows of [n, units] >= 0, the sums of their minima and of their maxima, each [n, n]."""
+    """The sums of the minima and of the maxima of each two rows of [n, units] >= 0, each [n, n]."""
     sums = values.sum(1)
     pair_sums = sums[:, None] + sums
     distances = cdist(values, values, "cityblock")

@@ -376,7 +376,8 @@ def draw_tasks(kind: str, shares: DataFrame) -> Picture:
 
 def draw_chat_losses(scores: Scores) -> Picture:
     """Two bars for each row in which chats were measured: the loss on the chats' own answers and on the
-    base's, with the interval of the rise since the base; of a long run the base and the last rows."""
+    base's, with the interval of the rise since the base. A long run has bars for the base and the last
+    rows."""
     chats = scores.chats
     measured_rows = [row for row, loss in enumerate(chats["nll"]) if loss is not None]
     shown_rows = [*measured_rows[:1], *measured_rows[1:][-MAX_LISTED:]]
@@ -508,7 +509,8 @@ def group_similarities(overlap: Overlap) -> dict[str, dict[int, np.ndarray]]:
 
 def draw_distributions(distributions: Mapping[str, Distribution]) -> Picture:
     """A panel for each model: the share of each unit in the product magnitudes of a layer, a line per text.
-    Units come in the order of the first model's means; of many, up to MAX_UNITS means of neighbours."""
+    Units come in the order of the first model's means; many units are drawn as up to MAX_UNITS means of
+    neighbours."""
     first = next(iter(distributions.values()))
     order = first.shares.mean(0).argsort()[::-1]
     neighbours = np.array_split(order, min(len(order), MAX_UNITS))

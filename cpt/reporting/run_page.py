@@ -197,7 +197,7 @@ def build_divergence_block(scores: Scores) -> Block:
 
 
 def build_training_block(scores: Scores, folder: Path) -> Block:
-    """Curves over the tokens of the whole run; of a short one without curves the losses in a sentence."""
+    """Curves over the tokens of the whole run; a short run without curves has its losses in a sentence."""
     training = read_training(folder / "metrics.csv", scores)
     if not training:
         return Block()

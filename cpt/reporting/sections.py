@@ -70,8 +70,8 @@ class RunSection:
 
     @cached_property
     def frame(self) -> DataFrame:
-        """A row per run and value: run (its index in `runs`), group, model, order, seed, key, value; of runs
-        of a group with the same order and seed the mean."""
+        """A row per run and value: run (its index in `runs`), group, model, order, seed, key, value. Runs of
+        a group with the same order and seed have their mean."""
         rows = []
         number = 0
         for group in self.groups:

@@ -103,8 +103,8 @@ class PageFigure(Figure):
 def add_spots(
     axes: Axes, xs: Iterable[float], ys: Iterable[float], texts: Sequence[str], *, group: str = ""
 ) -> None:
-    """Texts at the points of a series that have finite coordinates; of many, at MAX_SPOTS evenly from the
-    first to the last."""
+    """Texts at the points of a series that have finite coordinates; if there are many, at MAX_SPOTS of them,
+    evenly from the first to the last."""
     figure = cast(PageFigure, axes.get_figure(root=True))
     points = np.column_stack([np.asarray(list(xs), float), np.asarray(list(ys), float)])  # [point, 2]
     drawn = np.flatnonzero(np.isfinite(points).all(axis=1))

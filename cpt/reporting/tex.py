@@ -269,7 +269,8 @@ def format_tex_mean(row: Mapping[str, Any], measure: ComparedMeasure, *, is_best
 
 
 def count_runs(group: RunGroup, orders: Mapping[tuple[str, ...], str], *, order: str) -> int:
-    """The runs of a group that differ in order or seed: of one order by its name in `orders`, or of `all`."""
+    """The number of runs of a group that differ in order or seed: those of one order, by its name in
+    `orders`, or of `all`."""
     pairs = {run.pair for run in group.runs}
     if order == "all":
         return len(pairs)

@@ -27,9 +27,9 @@ def find_stages(scores: Scores) -> dict[str, Borders]:
 
 
 def read_training(path: Path, scores: Scores) -> dict[str, DataFrame]:
-    """`train/TERM/STAGE` of metrics.csv: by stage a column per term over the tokens of the whole run. Of two
-    lines with one step the later counts, a damaged line is left out. Where a step's tokens are unknown, the
-    stage's are spread over its steps."""
+    """`train/TERM/STAGE` of metrics.csv: by stage a column per term over the tokens of the whole run. The
+    later of two lines with one step counts; a damaged line is left out. Where a step's tokens are unknown,
+    the stage's are spread over its steps."""
     try:
         lines = pandas.read_csv(
             path,

@@ -100,8 +100,8 @@ class Queue(Protocol):
 
 
 class SlurmQueue:
-    """SLURM's queue, by `squeue`; of ended jobs `sacct` knows, or, without accounting, `scontrol` for some
-    minutes."""
+    """SLURM's queue, by `squeue`. Ended jobs are known to `sacct` or, without accounting, to `scontrol` for
+    some minutes."""
 
     cluster = "slurm"
 
@@ -392,7 +392,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
 def find_queued(
     jobs: Sequence[Job], submissions: Mapping[str, Submission], queue: Queue
 ) -> tuple[dict[Job, Submission], dict[Job, Submission]]:
-    """Of an earlier start, the submissions that are still in the queue, by their jobs: those with the same
+    """The submissions of an earlier start that are still in the queue, by their jobs: those with the same
     overrides, and those with others, which hold the run's folder. Raises ValueError if the scheduler does not
     answer."""
     with_same_overrides: dict[Job, Submission] = {}

@@ -192,10 +192,10 @@ class SubmititLauncher(JobLauncher):
     A job that is preempted or reaches its time limit is queued again and resumes its run. A sweep that is
     started again waits for jobs that an earlier start has in the queue.
 
-    cluster: slurm or local. submitit_folder: of submitit's own files. requeue: whether SLURM may queue a
-    job again; None: as the cluster is configured. signal_delay_s: seconds before the time limit at which a
-    job is signaled. max_num_timeout: how often a job that reached its time limit is queued again.
-    parameters: of submitit, like partition and timeout_min."""
+    cluster: slurm or local. submitit_folder: folder of submitit's own files. requeue: whether SLURM may queue
+    a job again; None: as the cluster is configured. signal_delay_s: seconds before the time limit at which a
+    job is signaled. max_num_timeout: how often a job that reached its time limit is queued again. parameters:
+    those of submitit, like partition and timeout_min."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class SubmititLauncher(JobLauncher):
     def submit(self, jobs: Sequence[Job], submissions: SubmissionLog, *, is_first: bool) -> list[ClusterJob]:
         """Submits jobs as one array, and gives them as jobs of the cluster. If the scheduler refuses the
         array: raises ValueError if it `is_first`, the sweep's first, which shows that the options are wrong;
-        of a later array, marks the jobs as refused and gives none."""
+        else marks the jobs as refused and returns none."""
         folder = Path.cwd()
         command = job_command(self.config)
         saving_s = max(1.0, self.signal_delay_s - SAVED_BEFORE_LIMIT_S)

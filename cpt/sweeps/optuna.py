@@ -449,8 +449,8 @@ def format_trial(trial: optuna.trial.FrozenTrial) -> str:
 
 
 def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
-    """A trial's values by key: of a trial that was enqueued those that it was enqueued with, which Optuna
-    stores before it begins; of another those that were drawn so far."""
+    """A trial's values by key: those with which it was enqueued, which Optuna stores before it begins, else
+    those that were drawn so far."""
     return trial.system_attrs.get("fixed_params") or trial.params
 
 

@@ -115,8 +115,8 @@ def choose_precision(
     *,
     stored_precision: Precision | None,
 ) -> Precision:
-    """The precision on a device. `auto` is the `stored_precision` of a run that is resumed; of a new one
-    bf16-mixed on a GPU that supports it, else 32-true."""
+    """The precision on a device. `auto` is the `stored_precision` of a run that is resumed. For a new run it
+    is bf16-mixed on a GPU that supports it, else 32-true."""
     precision = options.precision
     if precision == "auto":
         precision = stored_precision or fastest_precision(device)

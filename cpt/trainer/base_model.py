@@ -173,8 +173,8 @@ class Base:
         self.set_new_rows(model)
 
     def set_new_rows(self, model: PreTrainedModel) -> None:
-        """Sets the rows of tokens that the weights of the checkpoint do not have: of its own tokenizer with
-        model.resize=true, and those that model.tokenizer adds."""
+        """Sets the rows of tokens that the weights of the checkpoint do not have: tokens of its own tokenizer
+        with model.resize=true, and those that model.tokenizer adds."""
         if self.resize or self.own_tokenizer is not None:
             widen(model, vocabulary_tables(model))  # means over rows are rounded to 32 bits
         if self.resize:
@@ -346,7 +346,7 @@ def make_adapted_model(
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
-    """The base of a checkpoint; of a new model its tokenizer and its objective in pre-training."""
+    """The base of a checkpoint; for a new model the tokenizer and the objective of its pre-training."""
     if options.name_or_path is None:
         return describe_new_base(options, corpora)
 

@@ -39,7 +39,7 @@ class ChatMonitor:
         return list(self.rows_by_chat)
 
     def measure(self, module: ContinualMethod) -> dict[str, Tensor]:
-        """The losses by name, [2, chats] on the CPU: of each chat the mean in nats per token, and 1 as its
+        """The losses by name, [2, chats] on the CPU: for each chat the mean in nats per token, and 1 as its
         weight. So all chats count alike, as they do after a stage."""
         losses = {}
         for name, rows_by_chat in self.rows_by_chat.items():

@@ -462,7 +462,8 @@ def check_saving(model: PreTrainedModel, name_or_path: str | None) -> None:
 @contextmanager
 def naming_option(model_key: str, file_name: str, option_names: Iterable[str]) -> Iterator[None]:
     """Around a trial save of a configuration: turns an exception of transformers into a one-line ValueError
-    on the option of `file_name` that its message names; of several the one with the longest name."""
+    on the option of `file_name` that its message names; if it names several, the one with the longest
+    name."""
     try:
         yield
     except Exception as error:

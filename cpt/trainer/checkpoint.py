@@ -75,8 +75,8 @@ def load_stage(path: Path) -> dict[str, Tensor]:
 
 def restore_stage(module: nn.Module, path: Path, *, stores_on_disk: bool) -> None:
     """Loads the state of a stage into a module. If it `stores_on_disk` the modules of earlier domains, they
-    are memory-mapped from the file instead, if they are whole there. Of a sharded module every process has to
-    call it, and reads its own rows. Raises ValueError for the state of another model or method."""
+    are memory-mapped from the file instead, if they are whole there. With a sharded module every process has
+    to call it, and reads its own rows. Raises ValueError for the state of another model or method."""
     state = fill_linked(load_tensors(path), path)
 
     def find_layout(key_path: KeyPath, shape: torch.Size) -> Tensor | None:

@@ -36,8 +36,9 @@ class Layout:
 
 
 def make_layout(plan: Plan, num_devices: int) -> Layout:
-    """The layout of a plan on a number of devices; of `micro_batch=auto` undivided, until it is known what
-    fits. Raises ValueError for a micro-batch that does not divide what each device has of a step."""
+    """The layout of a plan on a number of devices. With `micro_batch=auto` the batch is undivided, until it
+    is known what fits. Raises ValueError for a micro-batch that does not divide what each device has of a
+    step."""
     options = plan.trainer
     strategy = "single"
     if num_devices > 1:

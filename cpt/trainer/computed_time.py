@@ -79,7 +79,7 @@ def name_type(dtype: torch.dtype) -> str:
 
 
 def find_peak_flops(kind: DeviceKind, dtype: torch.dtype) -> float:
-    """Operations per second of a GPU's products: of its data sheet, or measured on this machine's."""
+    """Operations per second of a GPU's products: from its data sheet, or measured on this machine's GPU."""
     peak = kind.peak_flops.get(name_type(dtype))
     return measure_products(torch.device("cuda"), dtype) if peak is None else peak
 

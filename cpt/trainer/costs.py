@@ -35,7 +35,7 @@ def count_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args:
 
 
 def count_grouped_products(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
-    """The operations of `_grouped_mm`: of its two arguments one or both have an axis of groups in addition to
+    """The operations of `_grouped_mm`. One or both of its arguments have an axis of groups in addition to
     those of a product, or lie group after group along the axis that is summed over."""
     return 2 * rows[-2] * rows[-1] * weights[-1]
 
@@ -100,8 +100,8 @@ def original_name(name: str) -> str:
 
 
 def added_state_bytes(module: ContinualMethod, state: Mapping[str, Tensor]) -> int:
-    """Bytes of the state that a method adds to its model: of `state`, its state dict, and its other buffers
-    without the original weights of the model."""
+    """Bytes of the state that a method adds to its model: those of `state`, its state dict, and of its other
+    buffers, without the original weights of the model."""
     return stored_bytes(dict(module.named_buffers()) | dict(state), original_names(module.model))
 
 

@@ -338,7 +338,7 @@ def estimate_seconds(
 
 
 def format_table(cost: Mapping[str, Any]) -> str:
-    """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
+    """What plan=true prints; if there are many texts and stages, the first and last, and the sums of all."""
     run = cost["run"]
     has_cost = "seconds" in cost
     choices = " ".join(f"{group}={run[group]}" for group in ("method", "mask", "replay", "model", "seed"))

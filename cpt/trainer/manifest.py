@@ -84,8 +84,8 @@ class Manifest:
         return [*self.compare_texts(plan, touched_texts), *self.compare_base(plan, touched_files)]
 
     def compare_texts(self, plan: Plan, touched_texts: Sequence[str]) -> Iterator[str]:
-        """Yields how texts differ now: of those that were touched or, with `verify_inputs=full`, of all,
-        which the first process reads."""
+        """Yields how texts differ now. Only those that were touched are compared or, with
+        `verify_inputs=full`, all, which the first process reads."""
         reads_all = plan.run.verify_inputs == "full" and is_first_process()
         names = list(self.texts) if reads_all else touched_texts
         for name in names:
@@ -105,8 +105,8 @@ class Manifest:
                 yield describe_text_change(name, self.texts[name], facts)
 
     def compare_base(self, plan: Plan, touched_files: Sequence[str]) -> Iterator[str]:
-        """Yields how files of a checkpoint differ now: of those that were touched or, with
-        `verify_inputs=full`, of all. A base that the run has made is compared by `write_manifest`."""
+        """Yields how files of a checkpoint differ now. Only those that were touched are compared or, with
+        `verify_inputs=full`, all. A base that the run has made is compared by `write_manifest`."""
         paths = base_files(plan)
         names = list(self.base) if plan.run.verify_inputs == "full" else touched_files
         for name in names:
@@ -305,8 +305,8 @@ def describe_texts(corpora: Corpora) -> dict[str, dict[str, Any]]:
 
 
 def hash_base(plan: Plan, start: Base, stored_base: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Size, time and hash of the files of the base; hashes are stored ones where size and time are equal. Of
-    a model that the run has made the weights count alone: its config is in the run's."""
+    """Size, time and hash of the files of the base; hashes are stored ones where size and time are equal. For
+    a model that the run has made only the weights count: its config is in the run's."""
     base = {}
     paths = base_files(plan)
     if plan.model.name_or_path is None:

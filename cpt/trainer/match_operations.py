@@ -31,7 +31,7 @@ class Operations:
 
 def match_operations(plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, stored: Path) -> Plan:
     """The plan with as many steps (epochs, tokens) as take, over all domains, the operations of ncl with the
-    configured ones; of a run that has started, those in its `stored` file.
+    configured ones. A run that has started keeps the number in its `stored` file.
 
     The scale is (O_ncl - A) / O for O operations in the method's steps and A around them. Raises ValueError
     if that leaves no step, or if several processes start at once."""

@@ -40,7 +40,8 @@ class TextScore:
 
 
 class MatrixEvaluator(Evaluator):
-    """Scores the held-out texts. Of all evaluators the loop calls it first: a row begins with its losses."""
+    """Scores the held-out texts. The loop calls it before all other evaluators: a row begins with its
+    losses."""
 
     KIND = "score"
 
@@ -206,7 +207,8 @@ class MatrixEvaluator(Evaluator):
             scores.unquantized.update(self.unquantized)
 
     def finish(self, scores: Scores) -> None:
-        """Logs how many cells of the matrix are missing: of the rows whose stage's weights were not kept."""
+        """Logs how many cells of the matrix are missing: those of rows whose stage's weights were not
+        kept."""
         num_missing = 0  # cells
         incomplete_rows = []
         for number, row in enumerate(scores.rows):

@@ -54,8 +54,8 @@ class FittingMicroBatch:
 
 
 def choose_micro_batch(plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, stored: Path) -> Plan:
-    """The plan with as many micro-batches as `trainer.micro_batch` asks for; of a run that has started, with
-    the micro-batch in its `stored` file.
+    """The plan with as many micro-batches as `trainer.micro_batch` asks for. A run that has started keeps the
+    micro-batch in its `stored` file.
 
     Raises ValueError for a number that does not divide the batch, and for `auto` where not even one sample
     fits or where memory can be neither tried nor computed."""
@@ -148,8 +148,8 @@ def read_stored(path: Path) -> int:
 
 
 def needs_computed_choice(machine: Machine) -> bool:
-    """Whether a trial is not possible: of sharded weights each pass needs all processes, one of which may run
-    out of memory alone, and processes that torchrun or srun has started cannot work on their own."""
+    """Whether a trial is not possible. With sharded weights each pass needs all processes, one of which may
+    run out of memory alone; and processes that torchrun or srun has started cannot work on their own."""
     return machine.strategy == "fsdp" or is_one_of_several()
 
 

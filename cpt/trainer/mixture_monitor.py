@@ -21,8 +21,8 @@ class MixtureMonitor(Callback):
     """Counts rows, tokens and scored tokens of the parts, and logs the mean loss of each part since the last
     logged step, `train/lm_PART/STAGE`.
 
-    A resumed stage continues the counts of its checkpoint, which are those of all processes. Of the losses a
-    checkpoint has the sums of the first process."""
+    A resumed stage continues the counts of its checkpoint, which are those of all processes. A checkpoint has
+    only the first process's sums of losses."""
 
     def __init__(self, part_names: Sequence[str]) -> None:
         self.part_names = part_names

@@ -76,8 +76,8 @@ class Profiler(Callback):
         return self.lap_start - previous_start
 
     def add_around(self, trainer: Trainer, phase: str) -> None:
-        """Adds the seconds of the method's work before or after the domain; of work with operations, which is
-        on importance samples, those that the run will take."""
+        """Adds the seconds of the method's work before or after the domain. Work with operations is on
+        importance samples: its seconds are scaled to the samples of the run."""
         seconds = self.lap(trainer)
         if self.costs.flops[phase]:
             seconds *= self.importance_factor

@@ -20,8 +20,8 @@ LINE_PERIOD_S = 10.0  # least seconds between two lines of a log, but for the la
 
 
 class ProgressBar(Callback):
-    """One bar for each phase, with its name and the time left. Of a fit it also has the loss, the rate, the
-    speed, the memory, and the time left of the run; in a log, a line has them. They are read where the
+    """One bar for each phase, with its name and the time left. During a fit it also has the loss, the rate,
+    the speed, the memory, and the time left of the run; in a log, a line has them. They are read where the
     training curves have a point, and between two points once per LINE_PERIOD_S: else nothing waits for the
     device."""
 

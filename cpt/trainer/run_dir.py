@@ -308,8 +308,8 @@ def file_stat(path: Path) -> list[int]:
 
 
 def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
-    """The files of a model and its tokenizer by name: of a folder, or those in the cache of the Hub. Folders
-    and links to nothing are no files, whatever their names."""
+    """The files of a model and its tokenizer by name: those of a folder, or those in the cache of the Hub.
+    Folders and links to nothing are no files, whatever their names."""
     if checkpoint is None:
         return {}
     folder = Path(checkpoint)

@@ -86,8 +86,8 @@ class SimulatedPlan:
             return None
 
     def find_steps(self, num_rows: int, *, is_checkpointed: bool, num_micro_batches: int) -> list[Pass]:
-        """The passes of the steps of one period, after which a method repeats what it computes: of each step
-        the last micro-batch and the update."""
+        """The passes of the steps of one period, after which a method repeats what it computes: the last
+        micro-batch and the update of each step."""
         is_chunked = self.simulation.is_chunked(num_rows)
         key = (is_checkpointed, num_micro_batches > 1, is_chunked)
         if key not in self.steps:

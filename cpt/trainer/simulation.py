@@ -86,12 +86,12 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class GatheredBytes:
-    """Bytes of whole tensors that FSDP has in addition to a process's rows: in a forward pass of weights, in
-    training of weights and gradients.
+    """Bytes of whole tensors that FSDP has in addition to a process's rows: weights in a forward pass,
+    weights and gradients in training.
 
-    Weights outside of the blocks are there throughout a pass. Of the blocks there are the one that is
-    computed, the next one, and the buffer that the next one is gathered in; of gradients those of a block and
-    the buffer that they are sent from."""
+    Weights outside of the blocks are there throughout a pass. Those of blocks are the block that is computed,
+    the next one, and the buffer that the next one is gathered in. Gradients are those of a block and the
+    buffer that they are sent from."""
 
     weights: int
     in_training: int

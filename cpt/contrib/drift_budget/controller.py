@@ -50,7 +50,7 @@ class BudgetRecord:
 
     def find_spent_share(self, drift: Drift) -> float:
         """The share of the budget that a drift spends, 1: all of it. It is counted by the upper ends of the
-        intervals; of two bounds, the one of which more is spent counts."""
+        intervals; where there are two bounds, the one that is spent further counts."""
         shares = [upper / self.allowed[name] for name, (_, upper) in drift.items()]
         return float(np.max(shares or [0.0]))
 

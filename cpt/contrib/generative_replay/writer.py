@@ -753,9 +753,9 @@ def choose_texts(
 ) -> Array:
     """How many tokens are replayed of each sample, [n], at most `tokens_to_replay` in all.
 
-    Of the first samples, until they have `tokens_to_write` tokens, the valid ones are replayed: those of the
-    lowest nll if more are written than are replayed. The rest of them have 0. Samples after them have -1, so
-    that a larger block, which writes more of them, changes nothing. With `is_cut` the last one that is
+    The first samples count, until they have `tokens_to_write` tokens. Their valid ones are replayed, those of
+    the lowest nll if more are written than are replayed; the rest of them have 0. Samples after them have -1,
+    so that a larger block, which writes more of them, changes nothing. With `is_cut` the last one that is
     replayed is cut to the budget."""
     is_counted = np.cumsum(sizes) - sizes < tokens_to_write
     order = np.flatnonzero(is_counted & is_valid)

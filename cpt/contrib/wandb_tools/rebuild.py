@@ -186,8 +186,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_curves(path: Path, domains: Collection[str]) -> list[TrackedPoint]:
     """The curves of training in metrics.csv, in the order of the file: a point for each domain and step.
-    Curves over stages are left out, as the scores have them. Of two lines with one step and name the later
-    counts."""
+    Curves over stages are left out, as the scores have them. Where two lines have one step and name, the
+    later one counts."""
     if not path.exists():
         return []
     points: dict[tuple[str, int], TrackedPoint] = {}

@@ -312,8 +312,8 @@ class Source(Options, ABC):
 
 
 class DocumentSource(Protocol):
-    """What a corpus is read from: a Source, or a source of `replay.sources`. Of an empty `held_out` all
-    documents are of train."""
+    """What a corpus is read from: a Source, or a source of `replay.sources`. With an empty `held_out` all
+    documents are for training."""
 
     @property
     def held_out(self) -> Mapping[str, Any]: ...

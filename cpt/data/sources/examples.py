@@ -33,8 +33,8 @@ class BadExampleError(ValueError):
 @dataclass
 class BadExamples:
     """Collects the bad examples of a text, by kind: their number and the message of the first. Unless they
-    are skipped, the first one is raised. `option` decides which. Of those that are too long for the model,
-    the error of the longest is kept."""
+    are skipped, the first one is raised. `option` decides which. For examples that are too long for the
+    model, the error of the longest is kept."""
 
     is_skipping: bool
     option: str = SKIP_OPTION

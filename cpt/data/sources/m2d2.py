@@ -20,8 +20,8 @@ COARSE_OF_WIKIPEDIA = {
 
 
 def parse_name(name: str) -> tuple[str, str | None]:
-    """The coarse and the fine domain in a name of M2D2: of `A__b` (Wikipedia) A and b, of `cs.AI` (S2ORC) cs
-    and AI. The fine one is None in the name of a coarse domain, and the coarse one in that of an archive
+    """The coarse and the fine domain in a name of M2D2: A and b in `A__b` (Wikipedia), cs and AI in `cs.AI`
+    (S2ORC). The fine one is None in the name of a coarse domain, and the coarse one in that of an archive
     without classes, like `hep-th`. Raises ValueError for a name that is no domain."""
     if name in NOT_DOMAINS:
         raise ValueError(f"{name} is in M2D2's list and is no domain. Allowed: domains.ignore=[{name}]")

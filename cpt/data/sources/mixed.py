@@ -197,7 +197,8 @@ class MixedReader:
         log.info("Read %s of %s (%s)", count_noun(num_read, "document"), self.section, self.options.path)
 
     def read_texts(self, bad: BadExamples, oddities: Oddities) -> Iterator[str]:
-        """Documents of text: of the Hub a row each, of files as they are divided in those of a domain."""
+        """Documents of text. A row of a data set of the Hub is a document; files are divided like those of a
+        domain."""
         options = self.options
         reject = partial(reject_record, bad)
         if not options.is_local:

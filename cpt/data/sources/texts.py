@@ -155,7 +155,7 @@ class Texts(Source):
     def find_files(self, order: Sequence[str]) -> dict[Path, list[Path]]:
         """The text files of the folders of domains and general text, by folder. Raises ValueError for a
         folder without text, and for files that are not text. The message has the option that leaves these
-        out: of unknown kinds all in all folders, so that they are asked about once."""
+        out; for files of unknown kinds it has those of all folders, so that the user is asked once."""
         files: dict[Path, list[Path]] = {}
         unknown_kinds: list[Path] = []
         for name in (*order, GENERAL):
