@@ -200,7 +200,7 @@ def format_status(run: RunStatus) -> str:
         if run.state != "finished":
             phase = format_phase(beat, is_active=is_active)
 
-    # Of a run that has ended, its process is of no use: the number may be another one's.
+    # The process of a run that has ended is of no use: another one may have its number.
     process = ""
     if run.process is not None and (is_active or run.state in ("silent", "stopped")):
         process = f"{printable(run.process.host)}:{run.process.pid}"

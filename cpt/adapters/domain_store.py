@@ -182,7 +182,7 @@ class DomainScorer(ABC):
     def routing_weights(self, domain: int) -> dict[int, float]:
         """The sources that scored a domain's text, with their mean weights over the positions of all
         processes, which sum to 1, without sources of less than a thousandth of the largest. A collective."""
-        # Of all sources, also those that this process has not used: all processes must send as many numbers.
+        # All sources, also those that this process has not used: all processes must send as many numbers.
         recorded = self.recorded.get(domain, {})
         local_sums = [float(recorded.get(source, 0)) for source in self.all_sources]
         sums = sum_on_cpu(torch.tensor(local_sums, dtype=torch.double))

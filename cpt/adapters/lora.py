@@ -543,7 +543,7 @@ def export_adapters(
                 exported[f"base_model.model.{key}"] = own_storage(value)
         save_file(exported, adapter_folder / "adapter_model.safetensors")
 
-        # Of this part: joined adapters have more ranks than the model's newest.
+        # The rank of this part: joined adapters have more than the model's newest.
         name_of_a = next(key for key in weights if "_A." in key)
         layer = model.get_submodule(name_of_a.partition(".lora_")[0])
         rank = len(weights[name_of_a]) // count_experts(cast(LoraLayer, layer))

@@ -31,7 +31,7 @@ from cpt.models.forward import (
 from cpt.models.narrow_layers import empty_hidden
 
 SAMPLE_ROUTER = "pair_router"  # the name of a SampleRouter in the encoder or body of a model
-# Of the weights of all adapters in their order, those of the newest and of the earlier ones.
+# Among the weights of all adapters, in their order: those of the newest, and of the earlier ones.
 OF_NEWEST = slice(-1, None)
 OF_EARLIER = slice(None, -1)
 

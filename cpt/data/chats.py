@@ -160,7 +160,7 @@ class ChatEncoder:
             if chat.is_marked:
                 counts.num_spelling += 1
 
-        # Of each piece the prompt, and the prompt with the answer: the answer's ids are what this one adds.
+        # The prompt of each piece, and the prompt with the answer: the second one adds the answer's ids.
         texts = []
         for _, text, (begin, end) in pieces:
             texts += [text[:begin], text[:end]]

@@ -17,8 +17,8 @@ from cpt.core.heartbeat import DELAY, progress_bar
 SPAN = 8  # bytes: one integer
 MIN_SIMILARITY = 0.5
 MAX_HELD_OUT = 500  # documents of a held-out split that are compared
-# Of a held-out document, the MAX_CANDIDATES spans with the smallest hashes are candidates; of these, the
-# MAX_SPANS that the fewest held-out documents have are compared.
+# The MAX_CANDIDATES spans of a held-out document with the smallest hashes are candidates. Those MAX_SPANS of
+# them are compared that the fewest held-out documents have.
 MAX_CANDIDATES = 512
 MAX_SPANS = 48
 MAX_TRAIN_BYTES = 1 << 27  # of more training text, a sample of its batches is compared
@@ -81,8 +81,8 @@ class HeldOutSpans:
         hashes = np.concatenate(hash_parts)
         documents = np.concatenate(document_parts)  # the document of each hash
 
-        # Of each document the spans that fewest others have: these are found in little other text, which
-        # makes the comparison fast, and as likely changed as others are.
+        # The spans of each document that the fewest others have: they are found in little other text, which
+        # makes the comparison fast, and are as likely changed as other spans.
         _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
         order = np.lexsort((hashes, counts[inverse], documents))
         begins = np.searchsorted(documents[order], np.arange(len(sizes)))

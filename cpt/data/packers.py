@@ -166,7 +166,7 @@ class DocumentPacker:
         if size == self.cutter.length:
             return [[piece]]
 
-        # Of as many open rows as there may be, the fullest makes room.
+        # Where as many rows are open as may be, the fullest is closed.
         closed_rows = []
         if len(self.open) == self.open_rows:
             closed_rows.append(self.close(self.open_sizes.index(max(self.open_sizes))))

@@ -18,7 +18,7 @@ from cpt.data.packers import PackedRows
 from cpt.data.stored_tokens import StoredTokens
 
 IDS = List(Value("int32"))
-# Of rows of text as Arrow lists: the document of each token, and the tokens that are not special.
+# Rows of text as Arrow lists, with the document of each token and the number of tokens that are not special.
 COLUMNS = Features({"ids": IDS, "documents": IDS, "text_tokens": Value("int32")})
 # Also the tokens of a row that packing has inserted, where each row begins with the same token.
 COLUMNS_WITH_STARTS = Features({**COLUMNS, "inserted": Value("int32")})

@@ -478,7 +478,7 @@ def write_examples(
     num_rows = 0  # of the same example
     with ArrowWriter(path=str(path), features=row_features(tokenizer)) as writer:
         for row in rows:
-            # Of a chat the answers are rendered, so their text is what the scored tokens say.
+            # The answers of a chat are rendered, so their text is what the scored tokens say.
             scored = [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
             if row.example.turns:
                 answer_text = tokenizer.decode(scored, skip_special_tokens=True)

@@ -32,7 +32,7 @@ def collect_divergences(
                 estimates[number, text] = estimate_mean([documents])
         means.append({text: estimates[number, text] for text in documents_by_text})
 
-    # Of each trained row the texts of its own stage. Row 0 is the base, which is not trained.
+    # The texts of its own stage in each trained row. Row 0 is the base, which is not trained.
     trained_texts: list[Documents] = []
     for number, texts in enumerate(stages[: len(rows) - 1], start=1):
         trained_texts += [rows[number][text] for text in texts if text in rows[number]]

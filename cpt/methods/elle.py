@@ -90,8 +90,8 @@ class ELLE(ContinualMethod):
         if options.prompt:
             check_tokens(options.prompt, length=context.length, model=context.model, option="method.prompt")
             check_rows(context, f"method=elle, {NEEDS_ROWS_REASON}")
-            # Of no vectors, with which the model is the base: `ByPrompt` puts a domain's prompt in its place
-            # in each pass.
+            # A prompt without vectors, with which the model is the base: in each pass `ByPrompt` puts the
+            # prompt of a domain in its place.
             names = attach_prompt(context.model, tokens=0, causal=causal).names
         super().__init__(options, context)
 

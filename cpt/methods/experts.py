@@ -324,7 +324,7 @@ class LifelongMoE(CopyingMethod):
         if not mixtures or not self.options.balance:
             return {}
         first_choices = torch.stack([mixture.last_record.first_choices for mixture in mixtures])  # [M, E]
-        # Of all micro-batches: `on_gradients_ready` makes the next step's s of them.
+        # Summed over the micro-batches: `on_gradients_ready` makes the next step's s of them.
         if self.first_choices is None:
             self.first_choices = first_choices
         else:

@@ -138,7 +138,7 @@ class Reservoir(nn.Module):
         # below k + 1, and is stored if it is one of a slot: with probability num_slots / (k + 1).
         drawn_positions = (uniforms * (numbers + 1)).astype(np.int64)
         positions = np.where(numbers < num_slots, numbers, drawn_positions)
-        # Of two samples of a batch that take the same slot, the later one stays.
+        # The later of two samples of a batch that take the same slot stays.
         rows_by_slot = {}
         for row, position in enumerate(positions):
             if position < num_slots:

@@ -185,7 +185,7 @@ def find_token_side(model: PreTrainedModel, name: str) -> str | None:
     if not is_within(decoder):
         return None
 
-    # Of a layer in the decoder: whether it reads keys or values of the encoder.
+    # A layer in the decoder: does it read keys or values of the encoder?
     attention = ATTENTION.match(name, len(names[decoder]) + 1)
     if attention is None or not CROSS_ATTENTION.search(attention.group().rpartition(".")[2]):
         return TARGET_TOKENS

@@ -81,7 +81,7 @@ def overlap_error(
     model: nn.Module, parameter: nn.Parameter, patterns: tuple[str, str], factors: Mapping[str, float]
 ) -> InvalidOptionError:
     """The error for a parameter that two patterns give different factors."""
-    # Of a tied parameter both names: the two patterns may be of one each.
+    # A tied parameter has two names: each of the patterns may find another one.
     all_names = model.named_parameters(remove_duplicate=False)
     names = [name for name, weight in all_names if weight is parameter]
     first, second = patterns

@@ -167,7 +167,8 @@ class QuantizedLinear(nn.Linear):
 class Linear4Bit(QuantizedLinear):
     """Weights of `bitsandbytes.nn.Linear4bit`, nf4 or fp4: two in a byte."""
 
-    # Of blocks of weights. Nested ones are whole numbers, with values and scales of their own, around a mean.
+    # The scales of blocks of weights. Nested scales are whole numbers around a mean, and have values and
+    # scales of their own.
     scales: Tensor
     mean: Tensor
     nested_scales: Tensor

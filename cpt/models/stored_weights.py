@@ -221,7 +221,7 @@ def compare_weights(
     """What transformers would report on loading: nothing is loaded, all tensors are on the meta device.
     `config` is that of the checkpoint. Raises ValueError for tensors that do not combine into those of the
     model."""
-    # Of a model of images and text, like Qwen3.5, the class may be that of its text decoder alone.
+    # For a model of images and text, like Qwen3.5, the class may be that of its text decoder alone.
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
     try:

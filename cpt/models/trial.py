@@ -42,7 +42,7 @@ def make_stand_in(skeleton: PreTrainedModel, *, rounded_to: torch.dtype = torch.
     state = dict[str, Tensor]()
     for name, parameter in skeleton.named_parameters():
         shape = parameter.shape
-        # Of the many experts of a block, the first axis of three, one is drawn.
+        # A block may have many experts, along the first axis of three: only one is drawn.
         has_experts = len(shape) > 2 and shape.numel() > MIN_LARGE_TENSOR
         drawn_shape = torch.Size([1, *shape[1:]]) if has_experts else shape
         if shape not in tensors:

@@ -272,7 +272,7 @@ def find_new_tokens(weight: Tensor, tokenizer: PreTrainedTokenizerBase) -> Added
 
     control_ids = special_ids | control_tokens(tokenizer, added_contents)
 
-    # Of the added tokens that have a row, those whose row looks untrained.
+    # The added tokens that have a row which looks untrained.
     stale_ids, is_certain = find_stale_rows(
         weight, base_ids, ids_with_row, control_ids=control_ids, is_enlarged=bool(ids_without_row)
     )

@@ -248,7 +248,7 @@ class TuneSweeper(OptunaSweeper):
             if not line.lstrip("+~").startswith(tuple(unused_groups)):
                 fixed.append(line)
 
-        # Of seeds and orders that each trial has all of (hydra.sweeper.seeds, orders), none is fixed.
+        # Each trial has all seeds and orders of hydra.sweeper.seeds and orders: none of them is fixed.
         first_lines = [lines[0] for lines in final_lines]
         first_run = [line for line in first_lines if line.partition("=")[0] not in self.averaged]
         folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")

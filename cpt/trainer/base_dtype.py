@@ -77,7 +77,7 @@ def computes_the_same(config: PretrainedConfig, objective: str, dtype: torch.dty
         skeleton = build_skeleton(small_config, objective, source="model.config")
     with torch.random.fork_rng(devices=[]):
         try:
-            # Of numbers that 16 bits have, so that narrowing them changes none.
+            # Its numbers are rounded to 16 bits before, so that narrowing them changes none.
             stand_in = make_stand_in(skeleton, rounded_to=dtype)
         except Exception as error:  # of a class that initializes weights in its own way
             log.debug("No stand-in of a %s: %s", config.model_type, error)

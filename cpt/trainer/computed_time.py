@@ -136,7 +136,7 @@ def measure_moved_bytes() -> float:
         for weight, change in zip(weights, changes, strict=True):
             weight.add_(change, alpha=0.5)
 
-    # Of a weight: 4 bytes are read and 2 written, 2 read and 4 written, 8 read and 4 written.
+    # For each weight 4 bytes are read and 2 written, 2 read and 4 written, 8 read and 4 written.
     num_bytes = 24 * NUM_MATRICES * MATRIX_SIZE**2
     return num_bytes / time_calls(move, at_least=TIMED_SECONDS)
 

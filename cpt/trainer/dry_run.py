@@ -245,7 +245,7 @@ def count_stage_tokens(data: DomainSequence, stage: Domain) -> float:
     batch_size = data.budget.batch_size
     past_texts = data.earlier_texts(stage)
 
-    # Of one sample of the batch, summed over steps: those on the stage's own texts, then those of recovery.
+    # The tokens of one sample of a batch, summed over steps: those on the stage's own texts, then recovery.
     own_tokens = 0.0
     for num_steps, text in zip(data.steps_by_text(stage), stage.texts, strict=False):
         own_tokens += num_steps * data.train[text].tokens_per_row

@@ -156,7 +156,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     max_tokens = choose_max_tokens(sections, stored_config)
     rounding = choose_rounding(sections, stored_config)
     settings = with_choices(plain_config(cfg), max_tokens, rounding)  # raises for what is missing
-    # Of scores without numbers: raises for a metric that does not exist, before a sweep has run its jobs.
+    # With empty scores: raises for a metric that does not exist, before a sweep has run its jobs.
     run_objective({"metrics": {}, "endtasks": {}, "rows": []}, sections.run.optimized_metric)
     check_batch_size(sections)
 

@@ -199,7 +199,7 @@ class RunDir:
         for pattern in INCOMPLETE_PATTERNS:
             incomplete.extend(self.path.glob(pattern))
 
-        # Of a committed stage the file is not incomplete but lost.
+        # Folders of a committed stage stay: where its file is missing, it is lost and not incomplete.
         scores = self.load_scores()
         num_rows = 0 if scores is None else len(scores.rows)
         for ending in STAGE_FOLDERS:

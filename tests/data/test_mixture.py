@@ -371,7 +371,7 @@ def test_a_batch_of_raw_text_and_chats_has_the_loss_of_each(packing, tmp_path, t
             targets = batch["targets"][batch["rows"] == row]
             if part == 0:
                 raw_rows.add(tuple(targets.tolist()))
-            else:  # each answer ends in the token that ends a turn
+            else:  # turns of users end in the same token as answers, and are half of all: answers alone are scored
                 ends = int((targets == tokenizer.convert_tokens_to_ids("<|end|>")).sum())
                 ids = batch["input_ids"][row]
                 assert ends == int((ids == tokenizer.convert_tokens_to_ids("<|end|>")).sum()) / 2

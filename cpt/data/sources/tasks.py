@@ -57,8 +57,8 @@ SPLIT_WORDS = {
 # In LFPT5's draws: other names of data sets, and a label that is misspelt there once.
 RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers": "yahoo"}
 SPELLING = {"thlete": "athlete"}
-# Of a closed set of answers: how many it has at most, and how often each occurs on average at least.
-MAX_CHOICES, MIN_PER_CHOICE = 50, 2
+MAX_CHOICES = 50  # of a closed set of answers, at most
+MIN_PER_CHOICE = 2  # how often they occur on average, at least
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
 TEMPLATE_FIELDS = set(FIELDS) - {"instruction", "text"}  # that the template fills in itself
 

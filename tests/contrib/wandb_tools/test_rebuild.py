@@ -43,9 +43,11 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
         (root / name / "config.yaml").write_text("seed: [0\n" if name == "broken" else CONFIG)
         (root / name / "metrics.csv").write_text(CURVES + "0" * (200_000 if name == "wide" else 0))
     store_identifier(root / "done", "of-its-own-start")
+
     with FileLock(root / "busy" / ".lock"):
         failed = rebuild.sync_runs(runs, project="p", entity="me", mode="offline")
     wandb.teardown()  # only then are W&B's files whole: its service writes them
+
     for name, code in (("done", 0), ("cut", 1)):
         (run,) = wandb_files.read_records_of_kind(root / name, "run")
         assert (run.run_id, run.project, run.entity) == (read_run_identifier(root / name), "p", "me")
@@ -53,6 +55,7 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
         assert run.run_id == "of-its-own-start" or name == "cut"
     assert (run.run_group, run.job_type, list(run.tags)) == ("trial", "das", ["nice"])
     assert run.display_name == "das order=law,food,space seed=0"
+
     # What cannot be read, and what is at work, is named and left out.
     failures = [line for line in caplog.messages if line.startswith("Failed to send ")]
     assert failed == 2 and [line.split()[3] for line in failures] == [
@@ -60,6 +63,7 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
     ]
     assert f"Skipping {root / 'busy'}, which is running" in caplog.messages
     assert not (root / "broken" / "rebuilt").exists() and not (root / "busy" / "rebuilt").exists()
+
     config = wandb_files.config(root / "done")  # with what that of the folder does not say
     assert config["method"] == {"name": "das", "strength": 0.5} and config["cpt"]["order"] == DOMAINS
     logged = wandb_files.history(root / "done")  # of metrics.csv, of two lines of a step the later one
