@@ -301,7 +301,8 @@ def split_endtask(folder: Path, task: ReleasedTask, out: Path) -> dict[str, int]
 
 
 def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
-    """The examples of a file of DAS: a text and its label a line, or an object of aspects in sentences."""
+    """The examples of a file of DAS: a text and its label a line, or an object of aspects in sentences.
+    Raises ValueError for a file of another form."""
     columns = {"text": "text", "label": "label"}
     rows: Iterable[tuple[str, Any]]
     if path.suffix == ".jsonl":

@@ -204,7 +204,8 @@ def is_complete(scores: Scores, plan: Plan) -> bool:
 
 
 def print_estimate(cfg: DictConfig, plan: Plan, run: RunDir) -> None:
-    """Prints what a run would do and cost, as a table or as JSON, and leaves the directory as it is."""
+    """Prints what a run would do and cost, as a table or as JSON, and leaves the directory as it is. Raises
+    ValueError in one of several processes."""
     if is_one_of_several():
         raise InvalidOptionError(
             "plan",

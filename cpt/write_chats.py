@@ -330,7 +330,8 @@ def answer_questions(
     *,
     begin: int,
 ) -> Iterator[list[PromptAnswer]]:
-    """Yields the answers to the questions from number `begin` on, batch by batch."""
+    """Yields the answers to the questions from number `begin` on, batch by batch. Raises ValueError for a
+    model without a token that ends answers."""
     model = load_answering_model(options.model)
     ends = find_end_ids(options.model, model.config)
     if not ends and tokenizer.eos_token_id is not None:

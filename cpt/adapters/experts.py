@@ -329,7 +329,8 @@ def make_record(
 
 
 def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, interval: int) -> list[str]:
-    """The blocks whose FFN becomes a mixture: the last of `interval` each, unless frozen."""
+    """The blocks whose FFN becomes a mixture: the last of `interval` each, unless frozen. Raises ValueError
+    for an interval that leaves none."""
     ffns = find_sublayers(model, ("neurons",))
     if interval > len(ffns):
         raise InvalidOptionError(

@@ -199,13 +199,14 @@ def defer_signals() -> Iterator[None]:
 
 
 def check_signals(where: str = "") -> None:
-    """Leaves if a signal has come to this process; for where no other process waits for it."""
+    """Leaves if a signal has come to this process; for where no other process waits for it. Raises
+    Preempted."""
     if notice.number:
         raise Preempted(notice.number, where)
 
 
 def leave_all(number: int, where: str = "") -> None:
-    """Leaves with all other processes, which know of the signal as well."""
+    """Leaves with all other processes, which know of the signal as well. Raises Preempted."""
     list_child_processes(release=True)
     raise Preempted(number, where)
 

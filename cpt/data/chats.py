@@ -323,7 +323,8 @@ class RenderedChat:
     @classmethod
     def of(cls, example: Example, encoder: ChatEncoder) -> "RenderedChat":
         """With control tokens in its texts marked, and the arguments of tool calls as the template takes
-        them: as objects, else as JSON texts."""
+        them: as objects, else as JSON texts. Raises BadExampleError for a text with the characters that mark
+        them."""
         template = encoder.template_of(example)
         messages = [copy.deepcopy(turn.message) for turn in example.turns]
         tools = [dict(tool) for tool in example.tools] or None
@@ -392,8 +393,9 @@ class RenderedChat:
         )
 
     def find_answer(self, number: int) -> tuple[str, list[Span]]:
-        """The text of a chat up to its answer of that number, and where the answer is in it: as
-        `{% generation %}` says, else what follows the generation prompt."""
+        """The text of a chat up to its answer of that number, and where the answer is in it: as `{%
+        generation %}` says, else what follows the generation prompt. Raises BadExampleError for an answer
+        without a prompt."""
         if GENERATION.search(self.template):
             return self.find_marked_answer(number)
         if number == 0:

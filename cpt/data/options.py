@@ -49,7 +49,8 @@ class Budget:
         return next((name, value) for name, value in vars(self).items() if value is not None)
 
     def steps_for(self, text: Sized, *, length: float) -> int:
-        """Optimizer steps for a text whose samples have `length` tokens on average."""
+        """Optimizer steps for a text whose samples have `length` tokens on average. Raises ValueError for
+        2^53 samples or more."""
         if self.steps is not None:
             return int(self.steps)
         samples = self.epochs * len(text) if self.epochs is not None else (self.tokens or 0) / length

@@ -72,7 +72,8 @@ def number_orders(
 
 
 def resolve_word(order: str, *, names: Sequence[str], first_order: list[str], seed: int) -> list[str] | None:
-    """The domains of an order that is a word, or one domain; None for any other text."""
+    """The domains of an order that is a word, or one domain; None for any other text. Raises ValueError for
+    similar_tree if all domains have one coarse domain, or each has its own."""
     word, is_swapped = split_word(order)
     if word == "similar_tree":
         num_coarse = len(group_coarse(first_order))

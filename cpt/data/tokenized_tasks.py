@@ -202,9 +202,10 @@ class Encoder:
     def encode_chat(
         self, example: Example, scored_turns: str, counts: ChatCounts | None = None
     ) -> list[EncodedExample]:
-        """The rows of a chat: those answers share one of which each prompt begins with the previous one."""
+        """The rows of a chat: those answers share one of which each prompt begins with the previous one.
+        Raises ValueError for an encoder-decoder."""
         if self.seq2seq:
-            raise ValueError(f"example {example.id} is a chat, which a model with two stacks does not take")
+            raise ValueError(f"example {example.id} is a chat, which an encoder-decoder does not take")
         rows = []
         for answers in sequences_of(self.scored_answers(example, scored_turns, counts)):
             rows.append(self.fit_chat(example, answers, scored_turns))

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 class Tables:
     """A batch as tables: W is the width of the model's input, L of the labels."""
 
-    ids: np.ndarray  # [B, W], of the model's input, an encoder's if there are two stacks
+    ids: np.ndarray  # [B, W], of the model's input, the encoder's in an encoder-decoder
     is_token: np.ndarray  # [B, W], False at padding
     labels: np.ndarray  # [B, L], UNSCORED where nothing is predicted
     label_columns: np.ndarray  # [B, L], the column in the rows of tokens of the token that a label stands for

@@ -193,7 +193,8 @@ def contains_ids(vocabulary: Mapping[str, int], tokens: Mapping[str, int]) -> bo
 def join_vocabularies(
     run: Checkpoint, base: Checkpoint, instruct: Checkpoint, tables: VocabularyTables
 ) -> NewVocabulary:
-    """The tuned model's vocabulary if it has all tokens of the run with the same ids, else the run's."""
+    """The tuned model's vocabulary if it has all tokens of the run with the same ids, else the run's. Raises
+    ValueError for a checkpoint without an embedding."""
     vocabularies = [checkpoint.tokenizer.get_vocab() for checkpoint in (run, base, instruct)]
     run_ids, base_ids, instruct_ids = vocabularies
     num_rows = []  # of the embeddings: more than tokens where a table is padded

@@ -90,7 +90,8 @@ def check_layer_types(requested: Mapping[str, Any], layer_types: list[str], *, m
 
 
 def join_parameters(config: PretrainedConfig, stored: Parameters, requested: Mapping[str, Any]) -> Parameters:
-    """Parameters of a layer type: those that are given, and of the stored ones what stays."""
+    """Parameters of a layer type: those that are given, and of the stored ones what stays. Raises ValueError
+    for an unknown rope_type."""
     stored_type = stored.get("rope_type", DEFAULT)
     rope_type = requested.get("rope_type", stored_type)
     known_types = (DEFAULT, *ROPE_INIT_FUNCTIONS)

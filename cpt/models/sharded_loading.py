@@ -157,7 +157,8 @@ class ShardLoader:
         return all(gather_objects(torch.equal(first_slice[begin:end], second_slice[begin:end])))
 
     def find_slice(self, name: str) -> Any:
-        """What reads a weight that the files have as it is."""
+        """What reads a weight that the files have as it is. Raises UnshardableFilesError for other
+        weights."""
         keys = self.sources.get(name, [])
         if not keys:
             raise UnshardableFilesError(f"they lack {name}")

@@ -458,7 +458,8 @@ def scale_rows(gate: Tensor, table: nn.Module, args: Any, output: Tensor) -> Ten
 
 
 def scale_features(x: Tensor, gate: Tensor) -> Tensor:
-    """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
+    """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count].
+    Raises ValueError for another number of samples."""
     factors = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
     if gate.ndim == 1:
         return x * factors
@@ -572,11 +573,12 @@ def match_layout(
 def split_source(
     source: Projection, counts: Sequence[int], num_units: int, model_type: str
 ) -> tuple[Projection, Tensor]:
-    """A source with a segment for each count of units that it writes, and the members of its features."""
+    """A source with a segment for each count of units that it writes, and the members of its features. Raises
+    UnknownLayersError for a fused layer of unknown layout."""
     is_fused = len(counts) > 1
     if is_fused and model_type not in FUSED:
         raise UnknownLayersError(
-            f"{source.name} {list(weight_shape(source.module))} is a fused map of a {model_type}; "
+            f"{source.name} {list(weight_shape(source.module))} is a fused layer of a {model_type}; "
             f"layouts are known for {', '.join(FUSED)}"
         )
 

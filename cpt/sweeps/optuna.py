@@ -110,7 +110,8 @@ class OptunaSweeper(Sweeper):
             check_value(f"hydra.sweeper.{key}s", [str(value) for value in values], OneOrMore[Text])
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Runs what the search still lacks, and gives its study; one process at a time may work on it."""
+        """Runs what the search still lacks, and returns its study. Raises ValueError if another process works
+        on it."""
         with readable_errors():
             space, fixed = self.read_overrides(arguments)
             self.check_averaged(space, fixed)
@@ -268,7 +269,8 @@ class OptunaSweeper(Sweeper):
         return batch
 
     def make_sampler(self, number: int) -> Any:
-        """The sampler of a trial, which draws by the trial's number."""
+        """The sampler of a trial, which draws by the trial's number. Raises ValueError for options that it
+        does not have."""
         samplers = self.optuna.samplers
         seed = (self.seed * 1_000_003 + number) % 2**32
         try:
@@ -428,7 +430,7 @@ def cut_incomplete_record(path: Path) -> None:
 
 
 def grid_values(override: Override) -> list[str]:
-    """The values of a choice or a range, as an override gives them."""
+    """The values of a choice or a range, as an override gives them. Raises ValueError for any other sweep."""
     if override.is_interval_sweep():
         raise ValueError(f"{override.input_line} is invalid with sampler=grid. Allowed: choices and ranges")
     return list(dict.fromkeys(override.sweep_string_iterator()))

@@ -155,7 +155,8 @@ class TuneSweeper(OptunaSweeper):
 
     def read_candidates(self, lines: Sequence[str]) -> tuple[list[Candidate], list[list[str]]]:
         """The candidates, and the overrides of their final runs by key, [["seed=0", "seed=1"], ["order=a",
-        "order=b"]]: each combination is a run."""
+        "order=b"]]: each combination is a run. Raises ValueError for overrides of the split that is
+        scored."""
         parser = OverridesParser.create(config_loader=self.loader)
         overrides = {override.get_key_element(): override for override in parser.parse_overrides(list(lines))}
         for key, override in overrides.items():

@@ -190,7 +190,8 @@ def warn_of_trained_chats(chats: Sequence[HeldOutChat], corpora: Corpora) -> Non
 def read_questions(
     plan: Plan, options: TaskEvalOptions, corpora: Corpora, base: Base
 ) -> dict[str, list[TaskPrompt]]:
-    """The encoded questions by task; open ones only where answers are written."""
+    """The encoded questions by task; open ones only where answers are written. Raises ValueError for a
+    measure of choices where the answers are open."""
     encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
     questions: dict[str, list[TaskPrompt]] = {}
     skipped = []

@@ -173,7 +173,7 @@ def keep_num_threads(path: Path, *, num_processes: int) -> None:
     """Uses as many CPU threads as the run was started with, which the file at `path` stores.
 
     Another number of threads adds the same terms in another order, and the last bits differ. This machine is
-    shared by `num_processes`."""
+    shared by `num_processes`. Raises ValueError for a damaged file."""
     num_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         num_threads = max(1, num_threads // num_processes)

@@ -186,7 +186,8 @@ def read_model(section: Section) -> ModelOptions:
 
 
 def read_schedule(section: Section) -> Any:
-    """The schedule: one of cpt's, or what a class of the user's makes."""
+    """The schedule: one of cpt's, or what a class of the user's makes. Raises ValueError for what cannot be
+    called."""
     schedule = section.choose(is_required=True)
     if isinstance(schedule, Choice):
         schedule = schedule.load()(**schedule.arguments)

@@ -147,7 +147,7 @@ def test_a_chat_that_cannot_be_rendered_is_refused_by_its_id(chat_tokenizer):
     chat_tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template.* chat-0"):
         encoder(chat_tokenizer).encode(chat())
-    with pytest.raises(ValueError, match="example chat-0 is a chat, which a model with two stacks"):
+    with pytest.raises(ValueError, match="example chat-0 is a chat, which an encoder-decoder"):
         encoder(chat_tokenizer, seq2seq=True).encode(chat())
     chat_tokenizer.chat_template = CHATML
     with pytest.raises(ValueError, match="example chat-0 begins with the assistant"):

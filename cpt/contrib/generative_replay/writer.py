@@ -330,7 +330,7 @@ class TextWriter(ReplaySource):
 
     def select_memory(self, text: str) -> Any:
         """What is kept of a domain, as JSON: the first tokens of rows that its importance samples begin with;
-        None where texts are written without."""
+        None where texts are written without. Raises ValueError for a prefix as long as all rows."""
         prefix = self.options.prefix
         if not prefix:
             return None

@@ -221,7 +221,8 @@ def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]
 
 
 def read_content(message: Mapping[str, Any], where: str, *, has_calls: bool) -> str:
-    """The text of a message: a text, a number, parts of text, or nothing where there are tool calls."""
+    """The text of a message: a text, a number, parts of text, or nothing where there are tool calls. Raises
+    BadExampleError for any other content."""
     if "content" not in message and not has_calls:
         message_keys = ", ".join(map(str, message))
         raise BadExampleError(
@@ -239,7 +240,8 @@ def read_content(message: Mapping[str, Any], where: str, *, has_calls: bool) -> 
 
 
 def text_of_part(part: Any, where: str) -> str:
-    """The text of a content part {type: text, text: …}, which vision templates join without a separator."""
+    """The text of a content part {type: text, text: …}, which vision templates join without a separator.
+    Raises BadExampleError for a part that is no text."""
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type", part) if isinstance(part, Mapping) else part
@@ -250,7 +252,8 @@ def text_of_part(part: Any, where: str) -> str:
 
 
 def is_trained_message(message: Mapping[str, Any], where: str) -> bool:
-    """Whether a message is trained on, as its `weight` (0 or 1) and `train` (false or true) say."""
+    """Whether a message is trained on, as its `weight` (0 or 1) and `train` (false or true) say. Raises
+    BadExampleError for other values."""
     is_scored = True
     for key in WEIGHT_KEYS:
         value = message.get(key)
@@ -265,7 +268,8 @@ def is_trained_message(message: Mapping[str, Any], where: str) -> bool:
 
 def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The calls of a message as chat templates take them: {type: function, function: {name, arguments}},
-    whose arguments are an object; OpenAI stores them as JSON in a text."""
+    whose arguments are an object; OpenAI stores them as JSON in a text. Raises BadExampleError for calls of
+    another form."""
     # OpenAI's older form is one call without a list, and some data sets have a single call without one.
     calls = parsed_json(message.get("tool_calls")) or []
     if not calls and message.get(FUNCTION_CALL):
@@ -300,7 +304,8 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
 
 
 def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
-    """The tools that a row offers to the assistant: `tools`, or OpenAI's older `functions`."""
+    """The tools that a row offers to the assistant: `tools`, or OpenAI's older `functions`. Raises
+    BadExampleError for tools of another form."""
     tools = parsed_json(row.get("tools") or [])
     if not tools and row.get("functions"):
         functions = parsed_json(row["functions"])

@@ -567,8 +567,9 @@ def csv_rows(
     oddities: Oddities | None = None,
     reject: Reject = stop,
 ) -> Iterator[Row]:
-    """The rows of a file whose first line names the columns, separated by commas, semicolons, tabs or bars.
-    A row that repeats the names, as in files that were joined, is left out."""
+    """The rows of a file whose first line names the columns, separated by commas, semicolons, tabs or bars. A
+    row that repeats the names, as in files that were joined, is left out. Raises ValueError for a name that
+    occurs twice."""
     # The module's own limit is shorter than documents are. It is that of the process, and stays: several
     # files may be read in turn, and the first to end would restore it for the others.
     csv.field_size_limit(2**31 - 1)

@@ -199,7 +199,7 @@ def read_records(
 
 
 def read_superni(path: Path) -> tuple[str, Iterator[readers.Row]]:
-    """The definition of a task, and its instances as rows."""
+    """The definition of a task, and its instances as rows. Raises ValueError for a file of another form."""
     task = read_json(path)
     if not isinstance(task, Mapping) or not isinstance(task.get("Instances"), list):
         raise ValueError(f"{path} has no Instances. Allowed: an object with Definition and Instances")
@@ -430,7 +430,8 @@ class Tasks(Source):
 
     @cached_property
     def files(self) -> dict[str, list[tuple[str, Path]]]:
-        """The files of each data set, with their splits; those of dev are not read."""
+        """The files of each data set, with their splits; those of dev are not read. Raises ValueError for a
+        folder without data sets in this layout, and for a name of several folders."""
         if not self.root:
             return {}
         root = Path(self.root)
@@ -620,7 +621,8 @@ class Tasks(Source):
     def records(
         self, name: str, *, bad: BadExamples, ignored_keys: IgnoredKeys
     ) -> Iterator[tuple[str, int, RawExample]]:
-        """(split, number within the split, row) of the usable rows of a data set."""
+        """(split, number within the split, row) of the usable rows of a data set. Raises ValueError for a
+        file without rows."""
         if self.root is None:
             for number, record in enumerate(docstrings.package_task(name)):
                 yield "train", number, record
@@ -645,7 +647,8 @@ class Tasks(Source):
                 yield "valid", path
 
     def choices_of(self, name: str) -> tuple[str, ...]:
-        """The answers of a closed task; none where they are open."""
+        """The answers of a closed task; none where they are open. Raises ValueError for a file of labels that
+        is not a list."""
         if self.choices == "none" or self.chats:
             return ()
         labels_path = self.labels_of(name)
