@@ -311,7 +311,8 @@ def differentiate(
     weights = logits.head.trained
     totals = GradientTotals(find_matrix(logits.head))
     hidden_gradient = torch.empty_like(logits.hidden) if logits.hidden.requires_grad else None
-    sums = torch.zeros_like(factors)
+    # Like the hidden states, which have no storage in a computed plan, where the factors have some.
+    sums = logits.hidden.new_zeros(len(losses), dtype=factors.dtype)
     for positions in divide(len(logits.hidden), logits.max_rows):
         hidden = logits.hidden[positions].detach().requires_grad_(hidden_gradient is not None)
         with return_large():

@@ -39,9 +39,14 @@ def apply_in_place(module: nn.Module, convert: Callable[[Tensor], Tensor], recur
     if recurse:
         for child in module.children():
             child._apply(convert)
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            parameter.data = convert(parameter.data)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        converted = convert(parameter.data)
+        if parameter.is_meta and not converted.is_meta:  # of a new block, to which nothing refers yet
+            module._parameters[name] = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+        else:
+            parameter.data = converted
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = convert(buffer)

@@ -21,7 +21,7 @@ from cpt.data.options import Domain
 from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
-from cpt.reporting.formats import format_bytes
+from cpt.reporting.formats import MISSING, format_bytes
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method, check_row_repeats, read_corpora
 from cpt.trainer.chat_costs import estimate_chat_seconds
@@ -374,11 +374,17 @@ def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of counts with their sums."""
     frame = pd.DataFrame(rows).drop(columns=list(HIDDEN_COLUMNS), errors="ignore")
     # Before rows are left out of a long table: the sums are of all.
-    sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
+    sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum(min_count=1)}])
     if len(frame) > MAX_ROWS:
         frame = pd.concat([frame.head(MAX_ROWS // 2), frame.tail(MAX_ROWS // 2)])
-    cells = pd.concat([frame, sums]).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,.0f}")
-    return cells.replace("nan", "–").to_string(index=False)
+    return pd.concat([frame, sums]).map(format_cell).to_string(index=False)
+
+
+def format_cell(cell: Any) -> str:
+    """A name, or a count; a dash for a missing one, as method=none learns no text."""
+    if isinstance(cell, str):
+        return cell
+    return MISSING if pd.isna(cell) else f"{cell:,.0f}"
 
 
 def format_run_cost(cost: Mapping[str, Any]) -> list[str]:

@@ -54,7 +54,7 @@ COMPOSED = [
 GIVEN = [*(f"method={name}" for name in METHODS), *COMPOSED]
 
 
-@pytest.mark.parametrize("option", run_few(GIVEN, ["method=joint", COMPOSED[1]]))
+@pytest.mark.parametrize("option", run_few(GIVEN, ["method=none", "method=joint", COMPOSED[1]]))
 def test_bytes_steps_and_tokens_are_those_of_the_run(
     start, composed, five, cache, planned, tmp_path, option, monkeypatch
 ):

@@ -44,7 +44,7 @@ SETUPS = [
     "method=osf",
 ]
 STEPS = [*itertools.product(SETUPS, (False, True))]
-FEW_STEPS = [(SETUPS[2], False), (SETUPS[0], True), (SETUPS[5], True)]
+FEW_STEPS = [(SETUPS[2], False), (SETUPS[0], True), (SETUPS[5], True), (SETUPS[7], True)]
 
 
 @pytest.mark.parametrize("case", run_few(STEPS, FEW_STEPS), ids=str)
