@@ -155,6 +155,7 @@ def expand_home(argument: str) -> str:
 
 
 def to_hydra_form(argument: str) -> str:
+    """An argument in the form that Hydra takes, if it has another one of HYDRA_FORMS."""
     for pattern, form in HYDRA_FORMS.items():
         match = pattern.fullmatch(argument)
         if match is not None:
@@ -216,7 +217,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
             raise ValueError(f"{argument} is invalid. Allowed: a choice of conf/{group}, or a list of them")
         choices = override.value()
         if is_choice and group not in LIST_GROUPS and isinstance(choices, list):
-            raise refuse_list(argument, group, choices)
+            raise wrong_list_error(argument, group, choices)
 
 
 def check_folder_name(folder: Path) -> None:
@@ -229,7 +230,7 @@ def check_folder_name(folder: Path) -> None:
         )
 
 
-def refuse_list(argument: str, group: str, choices: Sequence[str]) -> ValueError:
+def wrong_list_error(argument: str, group: str, choices: Sequence[str]) -> ValueError:
     """The error of a list of choices for a group of which a run has one."""
     allowed = f"a choice of conf/{group}"
     if choices:

@@ -282,6 +282,7 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
 
 
 def load_finished(run: RunDir) -> Scores:
+    """The scores of a run. Raises ValueError for one that is not finished."""
     scores = run.load_scores()
     allowed = "the folder of a finished run"
     if scores is None:
@@ -306,6 +307,7 @@ def check_texts(run: RunDir, scores: Scores, before: Losses, after: Losses, *, s
 
 
 def format_json(judgement: Judgement) -> str:
+    """What `--json` prints."""
     return encode(
         {
             "verdict": judgement.verdict,
@@ -340,6 +342,8 @@ def export_answer(answer: ChatAnswer) -> dict[str, str]:
 
 
 def print_table(judgement: Judgement) -> None:
+    """Prints each change with its limit and verdict, broken answers, and in the last line the verdict of
+    all."""
     print(f"after {judgement.last_row}, compared with {judgement.start_row}; nats per token [95 % interval]")
     print(HEAD)
     for change in judgement.changes:

@@ -231,6 +231,7 @@ class Graft:
         return [self.describe_rows(), self.describe_tokenizer()]
 
     def describe_rows(self) -> str:
+        """How many rows of embedding and head were summed, and what became of the others."""
         vocabulary = self.vocabulary
         if vocabulary.rows is None:
             return "Embedding and head: all three vocabularies are one, all rows summed"
@@ -246,6 +247,7 @@ class Graft:
         )
 
     def describe_tokenizer(self) -> str:
+        """Whose tokenizer, chat template and generation options the new model has."""
         if self.vocabulary.is_of_instruct:
             return "Tokenizer, chat template and generation options: the tuned model's"
         if self.vocabulary.has_all_of_instruct:
@@ -310,6 +312,7 @@ def list_chat_facts(row: DerivedRow) -> list[str]:
 
 
 def print_results(run: RunDir, folder: Path, graft: Graft, row: DerivedRow, *, num_tensors: int) -> None:
+    """Prints what was added and the losses of the new model on each text, against those of the run."""
     print(f"{folder}: {graft.describe()}; {count_noun(num_tensors, 'tensor')}")
     for fact in [*graft.list_facts(), *list_chat_facts(row)]:
         print(fact)

@@ -202,6 +202,7 @@ def prepare_texts(options: argparse.Namespace) -> list[PreparedText]:
 
 
 def tabulate_texts(texts: Sequence[PreparedText]) -> pd.DataFrame:
+    """A row for each text, with the counts that were made and those that are published."""
     rows = []
     for text in texts:
         row = {"text": text.name}
@@ -242,6 +243,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> int:
 
 
 def prepare_das6(folder: Path, out: Path) -> Iterator[PreparedText]:
+    """Writes the six corpora and the end tasks of DAS; yields what was written and what is missing of
+    each."""
     for domain, (file, megabytes) in CORPORA.items():
         path = folder / file
         counts: dict[str, int] = {}
@@ -320,6 +323,7 @@ def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def prepare_standard_cl(folder: Path, out: Path) -> Iterator[PreparedText]:
+    """Copies the tasks of the standard and the long benchmark; yields what was copied of each."""
     for task, counts in (STANDARD | LONG).items():
         text = copy_task(
             folder / task, out / task, "cl_benchmark", published_counts=counts, further_files=("labels.json",)
@@ -364,6 +368,8 @@ def copy_task(
 
 
 def prepare_m2d2(released: Path, out: Path) -> Iterator[PreparedText]:
+    """Writes the domains of M2D2; yields for each coarse domain what was written and what is missing. Raises
+    ValueError for a folder without domains."""
     published_counts = {**FINE_COUNTS, WITHOUT_CLASSES: NUM_WITHOUT_CLASSES}
     groups = defaultdict[str, list[Path]](list)  # the folders of each coarse domain
     for path in sorted(released.iterdir()):

@@ -80,6 +80,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare_folders(options: argparse.Namespace) -> int:
+    """Writes and prints what the options ask for of the runs below their folders: a comparison, figures, TeX.
+    Returns the exit code: 1 if a run could not be read, 2 without a finished run."""
     check_output_options(options)
     published = read_published(options.published) if options.published else []
     runs = load_runs.find_runs(options.folders)

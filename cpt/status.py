@@ -101,6 +101,7 @@ def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
 
 
 def read_status(path: Path) -> RunStatus:
+    """The status of a run by its scores and its heartbeat, either of which may be missing or damaged."""
     is_finished, fraction, problem = peek_scores(path)
     try:
         beat = Heartbeat.load(path)

@@ -39,7 +39,7 @@ from cpt.data.sources.files import find_text_files, split_of
 from cpt.data.sources.readers import read_folder
 from cpt.models.extended_tokenizer import check_fit
 from cpt.models.loading import load_tokenizer
-from cpt.models.tokenizer_faults import VERBATIM, refuse_tokenizer
+from cpt.models.tokenizer_faults import VERBATIM, tokenizer_error
 from cpt.trainer.base_files import change_tokenizer_config
 
 BATCH = 1 << 20  # characters that are encoded at once
@@ -170,7 +170,7 @@ def load_own_tokenizer(base: str) -> PreTrainedTokenizerBase:
     try:
         return load_tokenizer(base)
     except Exception as error:  # whatever a class raises for files that it does not take
-        raise refuse_tokenizer("--base", base, error, allowed="a folder, or a name on the Hub") from error
+        raise tokenizer_error("--base", base, error, allowed="a folder, or a name on the Hub") from error
 
 
 def folder_of(corpus: Path) -> Path:
@@ -299,6 +299,7 @@ def print_report(
     measurement: Measurement,
     options: argparse.Namespace,
 ) -> None:
+    """Prints how many tokens are new, and what they save on held-out text."""
     own_ids = set(own_tokenizer.get_vocab().values())
     new_ids = sorted(set(tokenizer.get_vocab().values()) - own_ids)
     texts = {token_id: tokenizer.decode([token_id]) for token_id in new_ids}

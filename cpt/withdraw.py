@@ -239,6 +239,7 @@ def write_rewound(withdrawal: Withdrawal, folder: Path) -> None:
 
 
 def record_form(withdrawal: Withdrawal, folder: Path, form: str) -> None:
+    """Stores in the folder of a result which domain was withdrawn from which run, and how."""
     record_withdrawal(
         folder,
         withdrawal.run.path,
@@ -324,6 +325,7 @@ def format_withdraw_command(withdrawal: Withdrawal, folder: Path | None) -> str:
 
 
 def format_run_command(withdrawal: Withdrawal, folder: Path) -> str:
+    """The command that trains the remaining domains in a folder, without secrets."""
     run = withdrawal.run.path
     overrides_file = run / ".hydra" / "overrides.yaml"
     if not overrides_file.exists():

@@ -44,7 +44,7 @@ from cpt.models.loading import (
     load_tokenizer,
     merge_adapter,
 )
-from cpt.models.tokenizer_faults import refuse_tokenizer
+from cpt.models.tokenizer_faults import tokenizer_error
 
 UNFINISHED = ".unfinished"  # the file of the answers so far ends so
 SHIPPED_PROMPTS = Path(chat_set.__file__).with_name("default_prompts.txt")  # none of the held-out chats
@@ -222,7 +222,7 @@ def load_chat_tokenizer(model: str) -> PreTrainedTokenizerBase:
     except ConnectionError:
         raise
     except Exception as error:  # whatever a class raises for files that it does not take
-        raise refuse_tokenizer("MODEL", model, error, allowed="a whole checkpoint") from error
+        raise tokenizer_error("MODEL", model, error, allowed="a whole checkpoint") from error
     if DEFAULT_TEMPLATE not in templates_of(tokenizer):
         raise InvalidOptionError(
             "MODEL", model, reason="it has no chat template", allowed="an instruction-tuned model"

@@ -173,6 +173,7 @@ def as_override(key: str, value: Any) -> str:
 
 
 def as_value(value: Any) -> str:
+    """A value as an override of Hydra has it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -231,6 +231,8 @@ def list_literals(kind: Any) -> Iterator[Any]:
 
 @functools.cache
 def validator(kind: Any, *, finite: bool = True) -> Callable[[Any], Any]:
+    """A function that raises ValidationError for a value that the type does not allow; with `finite` also for
+    NaN and infinities."""
     if is_dataclass(kind):
         adapter = TypeAdapter(kind)  # pydantic takes the dataclass's own config
     else:

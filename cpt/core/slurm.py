@@ -80,6 +80,7 @@ def check_task_count(devices: int, nodes: int) -> None:
 
 
 def compare_tasks(tasks: int, devices: int, nodes: int) -> None:
+    """Raises ValueError unless SLURM started a task for each device."""
     if tasks != devices * nodes:
         raise ValueError(
             f"trainer.devices={devices} trainer.num_nodes={nodes} is invalid: SLURM_NTASKS={tasks}. "

@@ -173,13 +173,14 @@ class ChatEncoder:
             if joint_ids[: len(prompt)] != prompt:  # a token spans the boundary
                 ids = self.ids_after(text[begin:end])
             if not ids:
-                raise self.refuse_unscored(example)
+                raise self.unscored_error(example)
             answers.append(Answer(turn=number, prompt=prompt, ids=ids))
         if not answers:
-            raise self.refuse_unscored(example)
+            raise self.unscored_error(example)
         return answers
 
-    def refuse_unscored(self, example: Example) -> BadExampleError:
+    def unscored_error(self, example: Example) -> BadExampleError:
+        """The error for an example in which the template marks no token of an answer."""
         return BadExampleError(
             f"example {example.id}: the chat template of {self.name} marks no token as the {ASSISTANT}'s. "
             "Allowed: answers that are not empty",
@@ -374,7 +375,7 @@ class RenderedChat:
                 **self.options,
             )
         except RENDER_ERRORS as error:
-            raise self.refuse(error) from error
+            raise self.rendering_error(error) from error
         # Marks come in pairs around a token: one is left alone where the template cut the text between them.
         if MARK.search(MARKED_TOKEN.sub("", text)):
             raise BadExampleError(
@@ -384,7 +385,8 @@ class RenderedChat:
             )
         return str(text)
 
-    def refuse(self, error: Exception) -> BadExampleError:
+    def rendering_error(self, error: Exception) -> BadExampleError:
+        """The error for an example whose turns the template does not take."""
         cause = " ".join(str(error).split())
         return BadExampleError(
             f"the chat template of {self.encoder.name} does not take the turns of example "
@@ -445,7 +447,7 @@ class RenderedChat:
                 **variables,
             )
         except RENDER_ERRORS as error:
-            raise self.refuse(error) from error
+            raise self.rendering_error(error) from error
         # Templates mark earlier answers as well. If the prefix is rendered differently in the longer chat,
         # offsets do not match; take the last marked span.
         text = texts[0]
@@ -514,6 +516,7 @@ class RenderedChat:
             return True
 
     def refuse_unused(self, unused: str, kind: str) -> None:
+        """Raises BadExampleError for a part of a chat that the template does not print."""
         raise BadExampleError(
             f"example {self.example.id}: the chat template of {self.encoder.name} does not print {unused}. "
             "Allowed: a template that does, or chats without it",
@@ -539,6 +542,7 @@ class RenderedChat:
         return any(str(argument) in text for argument in arguments)
 
     def with_argument_texts(self) -> "RenderedChat":
+        """The chat with the arguments of tool calls as JSON texts."""
         messages = copy.deepcopy(self.messages)
         chat = replace(self, messages=messages)
         for function in chat.argument_objects():

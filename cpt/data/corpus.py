@@ -347,8 +347,8 @@ def assign_splits(
 
 
 def find_originals(keys: np.ndarray, source_splits: np.ndarray) -> np.ndarray:
-    """The positions of the documents that are not copies: the first of each key, of train before valid before
-    test."""
+    """The positions [keys] of the documents that are not copies: the first of each key, of train before valid
+    before test."""
     order = np.argsort(source_splits, kind="stable")
     order = order[np.argsort(keys[order], kind="stable")]
     sorted_keys = keys[order]
@@ -356,6 +356,6 @@ def find_originals(keys: np.ndarray, source_splits: np.ndarray) -> np.ndarray:
 
 
 def rank_by_hash(splits: np.ndarray, split: int, hashes: np.ndarray, *, stream: int) -> np.ndarray:
-    """The positions of the documents of a split, in an order that their hashes decide."""
+    """The positions [documents of the split], in an order that the hashes of the documents decide."""
     positions = np.flatnonzero(splits == split)
     return positions[np.argsort(sample_keys(stream, hashes[positions]), kind="stable")]

@@ -298,7 +298,7 @@ class DomainSequence(LightningDataModule):
         return [name for name in self.held_out if name in self.requested_texts]
 
     def scored_rows(self, name: str) -> np.ndarray:
-        """The rows of a held-out text that are scored: all, or a sample of `eval_tokens`."""
+        """The rows [B] of a held-out text that are scored, ascending: all, or a sample of `eval_tokens`."""
         if self.eval_tokens is None:
             return np.arange(len(self.held_out[name]))
         return self.held_out[name].draw_rows(self.eval_tokens, stream=key("scored rows", name))
@@ -349,6 +349,7 @@ class DomainSequence(LightningDataModule):
         return self.make_loader(batches, sampler)
 
     def make_loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
+        """A loader of whole batches, by worker processes if there are to be some."""
         if self.workers:
             prepare_loader_processes()
         return WatchedLoader(

@@ -84,7 +84,7 @@ class ChatRows:
 
 
 def sum_parts(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The sums of the parts of values, one part after another, that have these sizes above 0."""
+    """The sums [n] of parts of `values`, which follow one another and have the `sizes` [n], above 0."""
     return np.add.reduceat(values.astype(np.int64), np.cumsum(sizes) - sizes)
 
 

@@ -54,7 +54,7 @@ class PackedRows:
 
 
 def sizes_in_row(pieces: np.ndarray) -> np.ndarray:
-    """The tokens of pieces in their rows, with inserted ones."""
+    """The tokens that pieces take in their rows, [pieces]: with the inserted ones."""
     return pieces["size"] + pieces["is_opened"]
 
 

@@ -75,7 +75,8 @@ class Packed:
         return None
 
     def by_length(self, rows: np.ndarray) -> np.ndarray:
-        """Rows, the longest first where a batch is as wide as its longest row; else as they are."""
+        """The numbers of some rows [B], the longest first where a batch is as wide as its longest row; else
+        as they are."""
         if self.packing != NONE and self.answers(rows[:1]) is None:
             return rows
         return rows[np.argsort(-self.row_lengths[rows], kind="stable")]
@@ -86,7 +87,8 @@ class Packed:
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing, inserted=inserted)
 
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
-        """The first rows of a fixed permutation whose tokens add up to a number, ascending."""
+        """The first rows of a fixed permutation until they have `tokens` tokens, their numbers [n]
+        ascending."""
         drawn = permute(np.arange(len(self)), len(self), stream=stream)
         before = np.cumsum(self.row_lengths[drawn]) - self.row_lengths[drawn]
         return np.sort(drawn[before < tokens])

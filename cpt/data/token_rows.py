@@ -100,7 +100,7 @@ class ArrowRows:
 
     @cached_property
     def num_documents(self) -> np.ndarray:
-        """Runs of equal document numbers."""
+        """Runs of equal document numbers in each row, [rows]."""
         counts = []
         for lists in self.iterate_lists("documents"):
             documents = lists.flatten().to_numpy()
@@ -193,7 +193,7 @@ class CutRows:
         return self.count("inserted")
 
     def count(self, name: str) -> np.ndarray:
-        """A count of each row."""
+        """A count that is stored for each row, [rows] int32."""
         counts = read_numbers(self.folder, name)
         if self.chosen is not None:
             counts = counts[self.chosen]
@@ -213,7 +213,7 @@ class CutRows:
 
     @cached_property
     def num_documents(self) -> np.ndarray:
-        """Pieces: where documents are isolated, each is of another document."""
+        """The pieces of each row, [rows]: where documents are isolated, each is of another document."""
         _, num_pieces = self.pieces_of(np.arange(len(self)))
         return num_pieces
 
@@ -266,7 +266,8 @@ class CutPositions:
 
 
 def join_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The numbers from each of `begins` on, `sizes` of each, one range after another."""
+    """The numbers from each of `begins` [n] on, as many as its entry of `sizes` [n], one range after
+    another."""
     offsets = np.cumsum(sizes) - sizes
     return np.repeat(begins - offsets, sizes) + np.arange(sizes.sum())
 

@@ -168,6 +168,7 @@ def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes
 
 
 def start_worker() -> None:
+    """Prepares a worker: signals are for its parent, with which it ends."""
     ignore_signals()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A parent that is killed by SIGKILL cannot end its workers.

@@ -214,6 +214,7 @@ class Encoder:
     def scored_answers(
         self, example: Example, scored_turns: str, counts: ChatCounts | None = None
     ) -> list[Answer]:
+        """The answers of a chat, or with `scored_turns` "last" those of its last answered turn."""
         answers = self.chats.answers(example, counts)
         if scored_turns == "last":
             return [answer for answer in answers if answer.turn == answers[-1].turn]
@@ -509,6 +510,7 @@ def write_examples(
 
 
 def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTask:
+    """The encoded examples of a file of `write_examples`."""
     rows = ArrowRows(Dataset.from_file(str(path)))
     return TokenizedTask(
         rows=rows,

@@ -75,12 +75,13 @@ def select_final(nll: Array, num_domains: int) -> Array:
 
 
 def select_just_learned(nll: Array, num_domains: int) -> Array:
-    """The diagonal: each domain that was learned, after its own stage."""
+    """The diagonal [..., n]: each domain that was learned, after its own stage."""
     return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
 
 
 def select_earlier_domains(nll: Array) -> Array:
-    """The columns of the domains that were learned before the last."""
+    """The columns of the domains that were learned before the last, [..., row, n - 1]: a matrix of n stages
+    has n + 1 rows."""
     return nll[..., : nll.shape[-2] - 2]
 
 

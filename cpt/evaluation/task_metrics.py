@@ -274,6 +274,7 @@ def multiply_counts(ngrams: Counter, factor: int) -> Counter:
 
 
 def f_score(num_right: int, num_predicted: int, num_expected: int) -> float:
+    """F1, from 0 to 1; 0 without anything right."""
     precision = ratio(num_right, num_predicted)
     recall = ratio(num_right, num_expected)
     if not precision + recall:

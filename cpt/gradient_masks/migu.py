@@ -428,5 +428,5 @@ class RowGradients:
         return cast(Tensor, _RowGradient.apply(output, layer_input, weight, self.axis, self.find_chosen))
 
     def find_chosen(self) -> Tensor:
-        """The indices of the layer's chosen rows."""
+        """The indices [chosen] of the layer's chosen rows."""
         return self.mask.choose()[self.rows].nonzero().flatten()

@@ -102,7 +102,7 @@ def check_base_stays(model: PreTrainedModel, objective: Objective, options: Bloc
 
 @torch.no_grad()
 def find_token_losses(model: PreTrainedModel, objective: Objective) -> Tensor:
-    """The loss (nats) of each token of a sequence, all of them scored."""
+    """The loss (nats) of each token of a drawn sequence, [NUM_TOKENS] or less: all are scored."""
     row = draw_row(model, tokens=NUM_TOKENS)
     decoder_ids = row if model.config.is_encoder_decoder else None
     is_token = torch.ones_like(row, dtype=torch.bool)

@@ -104,6 +104,7 @@ class CopyingMethod(ContinualMethod):
         return (loss_sums / num_tokens.clamp_min(1)).exp()
 
     def copy_diagnostics(self, prefix: str) -> dict[str, Tensor]:
+        """The diagnostics of copies, PREFIX/sources and PREFIX/perplexities."""
         diagnostics = {}
         if len(self.sources):
             diagnostics[f"{prefix}/sources"] = self.sources

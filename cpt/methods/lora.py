@@ -351,7 +351,7 @@ class OLoRA(IncLoRA):
         return terms
 
     def overlap(self, *, like: Tensor) -> Tensor:
-        """L_orth over all layers and earlier domains; 0 in the first domain."""
+        """L_orth over all layers and earlier domains, a scalar; 0 in the first domain."""
         domains = self.domain_factors.domains
         if not domains:
             return torch.zeros_like(like)

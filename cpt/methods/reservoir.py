@@ -75,7 +75,7 @@ class Reservoir(nn.Module):
             self.domains = nn.Buffer(torch.full((samples,), -1, dtype=torch.int32))
 
     def slots(self) -> np.ndarray:
-        """This process's slots; raises ValueError if there are fewer than processes."""
+        """The numbers of this process's slots; raises ValueError if there are fewer slots than processes."""
         rank, world = rank_and_world()
         size = len(self.lengths)
         if size < world:
@@ -168,7 +168,8 @@ class Reservoir(nn.Module):
         buffer[slot, len(values) :] = padding
 
     def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
-        """Up to `count` distinct filled slots of this process, of a domain or all, by the purpose."""
+        """The numbers [at most `count`] of distinct filled slots of this process, of a domain or all. The
+        draw is a function of the purpose."""
         stream = key(self.seed, purpose, *rank_and_world(), self.rebalance_and_count())
         slots = torch.from_numpy(self.slots())
         if domain is not None:
@@ -283,7 +284,8 @@ class DERPP(ContinualMethod):
         return self.options.minibatch_size // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
 
     def replay_terms(self, count: int) -> tuple[Tensor, Tensor]:
-        """Squared error on one draw of `count` samples and loss on another, means; 0 from an empty memory."""
+        """The mean squared error on one draw of `count` samples and the mean loss on another, scalars; 0 from
+        an empty memory."""
         matched_slots = self.memory.draw(count, purpose="match")  # x'
         replayed_slots = self.memory.draw(count, purpose="replay")  # x''
         if not len(matched_slots):

@@ -118,7 +118,7 @@ class SDFT(ContinualMethod):
         return key("sdft", self.seed, self.domain.name, self.trainer.global_step)
 
     def sum_text_loss(self, batch: Batch, questions: Sequence[Question]) -> Tensor:
-        """The language-model loss, in which rows with a question weigh 1 - strength."""
+        """The language-model loss of a batch, a scalar, in which rows with a question weigh 1 - strength."""
         row_weights = torch.ones(len(batch["input_ids"]), device=self.device)
         row_weights[[question.row for question in questions]] = 1 - self.options.strength
         position_weights = row_weights[batch["rows"]]

@@ -522,16 +522,16 @@ def merge_adapter(model: PreTrainedModel, adapter: Path, *, checkpoint: str | Pa
             report = adapted.load_adapter(adapter, adapted.active_adapter)
         merged: PreTrainedModel = adapted.merge_and_unload()
     except Exception as error:  # shapes, names of layers, options: classes of peft, torch and safetensors
-        raise refuse_adapter(checkpoint, adapter, find_reason(error)) from error
+        raise adapter_error(checkpoint, adapter, find_reason(error)) from error
     if report.missing_keys:
-        raise refuse_adapter(checkpoint, adapter, f"it lacks {abbreviate(report.missing_keys)}")
+        raise adapter_error(checkpoint, adapter, f"it lacks {abbreviate(report.missing_keys)}")
     if report.unexpected_keys:
         unused = abbreviate(report.unexpected_keys)
-        raise refuse_adapter(checkpoint, adapter, f"the model has no place for {unused}")
+        raise adapter_error(checkpoint, adapter, f"the model has no place for {unused}")
     return merged.requires_grad_(True)
 
 
-def refuse_adapter(checkpoint: str | Path, adapter: Path, reason: str) -> InvalidOptionError:
+def adapter_error(checkpoint: str | Path, adapter: Path, reason: str) -> InvalidOptionError:
     """The error of an adapter in a checkpoint's folder that cannot be merged."""
     return InvalidOptionError(
         "model.name_or_path",

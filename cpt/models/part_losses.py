@@ -44,7 +44,7 @@ class PartLosses:
         self.sums[1].index_add_(0, parts, torch.ones_like(values, dtype=torch.float64))
 
     def take(self) -> Tensor | None:
-        """The sums so far; the next ones begin at 0."""
+        """The sums so far, [2, parts]: nats and tokens; None without any. The next ones begin at 0."""
         sums = self.sums
         self.sums = None
         return sums

@@ -159,7 +159,7 @@ class RowMap:
 
     @property
     def is_added(self) -> Tensor:
-        """Of tokens that the run lacks."""
+        """Whether a row is of a token that only the instruct model has, [R]."""
         return (self.run < 0) & (self.instruct >= 0)
 
 

@@ -48,7 +48,7 @@ def describe_fault(folder: Path, error: Exception) -> str:
     )
 
 
-def refuse_tokenizer(key: str, name: str, error: Exception, *, allowed: str) -> InvalidOptionError:
+def tokenizer_error(key: str, name: str, error: Exception, *, allowed: str) -> InvalidOptionError:
     """The error of an option `key=name` whose tokenizer cannot be read: with what the error says is allowed,
     else with `allowed`."""
     absent = "" if Path(name).exists() else "no such folder, and not loaded from the Hub: "

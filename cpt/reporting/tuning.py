@@ -381,7 +381,7 @@ def draw_search(axes: Axes, method: TunedMethod, key: str, *, best: Trial | None
 
 
 def place_values(axes: Axes, method: TunedMethod, key: str) -> np.ndarray:
-    """The position of each finished trial on the x axis: its value, or the number of its choice."""
+    """The position of each finished trial on the x axis, [trials]: its value, or the number of its choice."""
     values = [trial.value(key) for trial in method.finished]
     space = method.space[key]
     if "choice" in space:

@@ -110,6 +110,7 @@ def count_first_blocks(model: PreTrainedModel) -> int | None:
 
 
 def find_logits(model: PreTrainedModel, objective: str) -> Tensor:
+    """The logits [1, NUM_TOKENS, V] of a drawn row."""
     row = draw_row(model, tokens=NUM_TOKENS)
     inputs = {"input_ids": row}
     if objective in loading.SEQ2SEQ:

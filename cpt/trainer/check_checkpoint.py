@@ -34,7 +34,7 @@ from cpt.models.stored_weights import (
     read_stored_weights,
     weight_names,
 )
-from cpt.models.tokenizer_faults import refuse_tokenizer
+from cpt.models.tokenizer_faults import tokenizer_error
 from cpt.models.vocabulary import check_entries, log_extension
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.skeleton import build_skeleton
@@ -123,7 +123,7 @@ def read_tokenizer(
         tokenizer = loading.load_tokenizer(name)
     except Exception as error:  # whatever a class raises for files that it does not take
         allowed = "null, or a folder or a name on the Hub, of a tokenizer with added tokens"
-        raise refuse_tokenizer("model.tokenizer", name, error, allowed=allowed) from error
+        raise tokenizer_error("model.tokenizer", name, error, allowed=allowed) from error
 
     check_fit(tokenizer, own_tokenizer, name=name, checkpoint=checkpoint)
     if is_first_process():
@@ -207,14 +207,14 @@ def check_adapter(adapter: Path, *, checkpoint: str) -> None:
     """Raises ValueError for an adapter of peft whose configuration or weights are damaged or missing."""
     names = [name for name in ADAPTER_WEIGHTS if (adapter / name).is_file()]
     if not names:
-        raise loading.refuse_adapter(checkpoint, adapter, f"it has no {' or '.join(ADAPTER_WEIGHTS)}")
+        raise loading.adapter_error(checkpoint, adapter, f"it has no {' or '.join(ADAPTER_WEIGHTS)}")
     check_weight_file(adapter / names[0])
     try:
         kind = PeftConfig.from_pretrained(str(adapter)).peft_type
     except Exception as error:  # of JSON, and of the class of its kind
-        raise loading.refuse_adapter(checkpoint, adapter, find_reason(error)) from error
+        raise loading.adapter_error(checkpoint, adapter, find_reason(error)) from error
     if kind is None:
-        raise loading.refuse_adapter(checkpoint, adapter, "adapter_config.json has no peft_type")
+        raise loading.adapter_error(checkpoint, adapter, "adapter_config.json has no peft_type")
 
 
 def describe_weights(folder: Path, names: Sequence[str]) -> str:

@@ -189,6 +189,7 @@ def change_config(plan: Plan, stored_config: PretrainedConfig) -> PretrainedConf
 
 
 def log_rope(config: PretrainedConfig, scaled: PretrainedConfig) -> None:
+    """Logs which RoPE parameters of a checkpoint a run changes."""
     stored = config.get_text_config()
     changed = scaled.get_text_config()
     if stored.rope_parameters == changed.rope_parameters:
@@ -244,7 +245,7 @@ def check_objective(plan: Plan, objective: str) -> None:
 
     loading.check_packing(objective, is_isolated=plan.source.isolated, has_answers=has_answers)
     if plan.source.chats and objective in loading.SEQ2SEQ:
-        raise refuse_chats(plan, "is an encoder-decoder")
+        raise chats_error(plan, "is an encoder-decoder")
     if objective == "masked" and plan.benchmark is not None:
         raise InvalidOptionError(
             "benchmark",
@@ -269,7 +270,7 @@ def check_objective(plan: Plan, objective: str) -> None:
         )
     for name, source in plan.mixture.mixed_sources.items():
         if source.has_chats and objective != "causal":
-            raise refuse_chat_source(plan, name, "is no causal model")
+            raise chat_source_error(plan, name, "is no causal model")
 
 
 def name_model(plan: Plan) -> str:
@@ -282,7 +283,7 @@ def check_chat_templates(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) 
     tokenizer, and its chats are rows of any tokens: it is not checked."""
     if plan.source.chats:
         if tokenizer is None or not tokenizer.chat_template:
-            raise refuse_chats(plan, "has no chat template")
+            raise chats_error(plan, "has no chat template")
         encoding = plan.source.encoding
         date = None if encoding is None else encoding.date
         ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(SHORT_CHAT)
@@ -291,13 +292,13 @@ def check_chat_templates(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) 
         if not source.has_chats:
             continue
         if tokenizer is None or not tokenizer.chat_template:
-            raise refuse_chat_source(plan, name, "has no chat template")
+            raise chat_source_error(plan, name, "has no chat template")
         if not tokenizer.is_fast:
-            raise refuse_chat_source(plan, name, "has no fast tokenizer, by which chats are cut")
+            raise chat_source_error(plan, name, "has no fast tokenizer, by which chats are cut")
         ChatEncoder(tokenizer, TEMPLATE_DATE).answers(SHORT_CHAT)
 
 
-def refuse_chats(plan: Plan, problem: str) -> InvalidOptionError:
+def chats_error(plan: Plan, problem: str) -> InvalidOptionError:
     """The error of a model that does not take domains of chats."""
     return InvalidOptionError(
         "model",
@@ -308,7 +309,7 @@ def refuse_chats(plan: Plan, problem: str) -> InvalidOptionError:
     )
 
 
-def refuse_chat_source(plan: Plan, name: str, problem: str) -> InvalidOptionError:
+def chat_source_error(plan: Plan, name: str, problem: str) -> InvalidOptionError:
     """The error of a model that does not take the chats of a source of replay."""
     return InvalidOptionError(
         f"replay.sources.{name}.format",

@@ -270,7 +270,8 @@ def evaluate(node: ast.expr) -> Any:
 
 
 def whole_documents(documents: Tensor, losses: Tensor, recorded: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The mean losses of the documents that are scored in whole: here, and as they were recorded."""
+    """The mean losses [n] of the documents that are scored in whole: here, and as they were `recorded`, [2,
+    documents]: sums and counts. `documents` and `losses` are of the scored tokens."""
     sums, counts = torch.from_numpy(recorded).double()
     sample_sums = torch.zeros_like(sums).index_add_(0, documents, losses)
     sample_counts = torch.bincount(documents, minlength=len(counts))

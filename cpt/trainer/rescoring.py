@@ -139,6 +139,7 @@ class RunTexts:
         return text_scores
 
     def check_conditions(self, data: DomainSequence) -> None:
+        """Raises ValueError if the texts or the base are not those that the run was scored with."""
         conditions = find_loss_conditions(self.plan, self.corpora, self.base, data)
         for key, value in self.scores.conditions.items():
             if conditions.get(key) != value:

@@ -227,6 +227,8 @@ class TaskEvaluator(FileEvaluator):
     def add_metrics(
         self, answers: dict[str, Any], summaries: Mapping[str, Sequence[AnswerSummary | None]], num_rows: int
     ) -> None:
+        """Adds `metrics` of the matrix of tasks to `answers`, and `intervals` once all stages have their
+        row."""
         names = [self.stage_name(number) for number in range(num_rows)]
         heads: dict[str, list[task_metrics.Array | None]] = {}  # by task, of each row the scores by example
         for task, summaries_by_row in summaries.items():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cpt.models.loading import load_tokenizer
-from cpt.models.tokenizer_faults import refuse_tokenizer
+from cpt.models.tokenizer_faults import tokenizer_error
 from tests.support.data_fixtures import bare_tokenizer
 
 FAULTS = {  # by a file and its content, what is said
@@ -31,7 +31,7 @@ def test_a_file_that_the_class_of_a_tokenizer_does_not_take_is_named(file, conte
     (tmp_path / file).write_text(content)
     with pytest.raises(ValueError) as raised:
         load_tokenizer(tmp_path)
-    message = str(refuse_tokenizer("--base", str(tmp_path), raised.value, allowed="another"))
+    message = str(tokenizer_error("--base", str(tmp_path), raised.value, allowed="another"))
     reason, allowed = FAULTS[file, content]
     assert message.startswith(f"--base={tmp_path} is invalid: its {file} {reason}")
     assert message.partition(" Allowed: ")[2].startswith(allowed) and message.count("Allowed") == 1
@@ -42,6 +42,6 @@ def test_what_the_files_do_not_tell_is_reported_in_the_words_of_the_class(tmp_pa
     with pytest.raises(Exception, match="."):
         load_tokenizer(tmp_path / "none")
     error = OSError("no network.")
-    message = str(refuse_tokenizer("--base", "a/b", error, allowed="a folder"))
+    message = str(tokenizer_error("--base", "a/b", error, allowed="a folder"))
     expected = "no such folder, and not loaded from the Hub: no network. Allowed: a folder"
     assert message == f"--base=a/b is invalid: {expected}"

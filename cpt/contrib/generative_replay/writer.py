@@ -461,6 +461,8 @@ class GeneratedRows:
         self.num_texts += 1
 
     def add_row(self, ids: list[int], texts: list[int]) -> None:
+        """Adds a row of ids with the number of the text that each is of, [tokens] both; `row_start` is put
+        first if it is missing."""
         is_opened = self.row_start is not None and ids[0] != self.row_start
         if is_opened:
             ids = [self.row_start, *ids]

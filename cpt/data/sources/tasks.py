@@ -567,7 +567,7 @@ class Tasks(Source):
                 num_dropped += 1
             elif is_empty or is_outside:
                 where = f"example {number} of {name}, {split}"
-                bad.add(refuse_answer(record.target, where, choices))
+                bad.add(answer_error(record.target, where, choices))
             else:
                 num_read += 1
                 row_id = record.id or f"{name}-{split}-{number}"
@@ -705,7 +705,7 @@ class Tasks(Source):
         return [options, self.class_limit, text_files.stamp_files(paths)]
 
 
-def refuse_answer(answer: str, where: str, choices: Sequence[str]) -> BadExampleError:
+def answer_error(answer: str, where: str, choices: Sequence[str]) -> BadExampleError:
     """The error of an answer that is empty, or none of the choices."""
     kind = "an answer that is not among the choices" if answer.strip() else "an empty answer"
     return BadExampleError(
