@@ -165,13 +165,12 @@ def find_stored_file(run: RunDir, scores: Scores, *, row: int, kind: str) -> Pat
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cpt.gate", description=__doc__.split("\n\n")[1])
-    unit = "nats per token, default 0"
-    gain = f"least improvement of each new text; {unit}"
-    forgetting = f"largest rise of the loss on each old text; {unit}"
+    gain = "least improvement of each new text; nats per token, default 0"
+    forgetting = "largest rise of the loss on each old text; nats per token, default 0"
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--min-gain", type=float, default=0.0, help=gain)
     parser.add_argument("--max-forgetting", type=float, default=0.0, help=forgetting)
-    chat = f"largest rise of the loss on held-out chats; {unit.replace('0', 'that of --max-forgetting')}"
+    chat = "largest rise of the loss on held-out chats; nats per token, default that of --max-forgetting"
     broken = "largest number of broken answers in chats that the base answers well; default 0"
     parser.add_argument("--max-chat-loss", type=float, help=chat)
     parser.add_argument("--max-broken-answers", type=int, help=broken)

@@ -39,8 +39,8 @@ def encode_chats(
     skipped: BadExamples | None = None,
 ) -> Iterator[EncodedChat]:
     """The chats as a model of `length` tokens reads them. Raises ValueError for one that the chat template
-    does not take, and for the longest of those that do not fit; these are left out and added to `skipped`
-    if it is given."""
+    does not take, and for the longest of those that do not fit. If `skipped` is given, all of these are left
+    out and added to it instead."""
     encoder = Encoder(tokenizer, length, CHAT_ENCODING, seq2seq=False)
     too_long = BadExamples(is_skipping=True)
     for chat in chats:

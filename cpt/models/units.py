@@ -364,8 +364,8 @@ def make_token_units(model: PreTrainedModel) -> Units:
 
 
 def find_projections(model: PreTrainedModel, *, skips_mixtures: bool = False) -> list[Projection]:
-    """All linear layers of the blocks, sources before their out; without those of mixtures of experts if
-    `skips_mixtures`."""
+    """All linear layers of the blocks. The layers of a sub-layer that write its units (sources) come before
+    the one that reads them (out). Those of mixtures of experts are left out if `skips_mixtures`."""
     projections: list[Projection] = []
     kinds = ("heads", "channels", "neurons")
     for sublayer in find_sublayers(model, kinds, skips_mixtures=skips_mixtures):
