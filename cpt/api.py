@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import tidy_scores
 from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
-from cpt.reporting.sections import build_sections
+from cpt.reporting.sections import BASELINE, build_sections, check_baseline
 from cpt.reporting.tex import measure_tables
 
 RUN_COLUMNS = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished")
@@ -55,20 +55,36 @@ class Run:
         return config
 
 
+class NoRunError(ValueError):
+    """Folders without a run of the kind that is asked for."""
+
+    def __init__(self, folders: Sequence[Path], kind: str) -> None:
+        names = ", ".join(map(str, folders)) or "no folder"
+        super().__init__(f"{names}: no {kind} below. Allowed: run folders, or folders that hold them")
+
+
 def read_runs(folders: Iterable[str | Path]) -> list[MeasuredRun]:
     """The runs below the folders. Raises ValueError for a folder or file that cannot be read."""
-    search = find_runs([Path(folder) for folder in folders])
+    paths = [Path(folder) for folder in folders]
+    search = find_runs(paths)
     if search.damaged:
         raise ValueError("; ".join(search.damaged))
+    if paths and not search.runs:
+        raise NoRunError(paths, "run with scores.json")
     return search.runs
 
 
-def load_tables(*folders: str | Path, baseline: str = "ncl") -> dict[str, pd.DataFrame]:
+def load_tables(*folders: str | Path, baseline: str = BASELINE) -> dict[str, pd.DataFrame]:
     """The numbers of `python -m cpt.report --tex`, by table: main, endtasks, orders, matrix, settings. Rows
     have the section of comparable runs, the group, and mean, sd, n, interval, and the paired difference from
-    the baseline with its p-values where they apply. Raises ValueError for a folder that cannot be read."""
+    the baseline with its p-values where they apply. Raises ValueError for a folder that cannot be read, where
+    no run is finished, and for a baseline other than `ncl` that is the name of no group."""
     finished = [run for run in read_runs(folders) if run.scores.run["finished"]]
+    if not finished:
+        raise NoRunError([Path(folder) for folder in folders], "finished run")
     sections = build_sections(measure_runs(finished), baseline=baseline)
+    if baseline != BASELINE:
+        check_baseline(baseline, sections, given=f"baseline={baseline}")
 
     tables: dict[str, list[pd.DataFrame]] = defaultdict(list)  # by name, one of each section
     for number, section in enumerate(sections, start=1):
@@ -87,7 +103,7 @@ def load_run(folder: str | Path) -> Run:
 def load_runs(*folders: str | Path) -> pd.DataFrame:
     """The numbers of all runs below the folders, one per row: the columns of `Run.frame` and, before them,
     folder, name, method, mask, replay, variant, model, order (domains joined by commas), seed, finished.
-    Raises ValueError for a folder or file that cannot be read."""
+    Raises ValueError for a folder or file that cannot be read, and for folders without a run."""
     frames = []
     for run in read_runs(folders):
         facts = {name: run.scores.run[name] for name in RUN_COLUMNS}

@@ -24,10 +24,9 @@ from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page, write_pictures
 from cpt.reporting.page_head import describe_comparison_head
 from cpt.reporting.published import read_published, tabulate_published
-from cpt.reporting.sections import RunSection, build_sections
+from cpt.reporting.sections import BASELINE, RunSection, build_sections, check_baseline
 from cpt.reporting.tex import write_tables
 
-BASELINE = "ncl"
 LC_COLUMNS = 8  # of the differences in a console: up to those of LC
 RUN_PAGE = "report.html"
 COMPARISON = "comparison"  # the name of its own pictures
@@ -103,7 +102,8 @@ def compare_folders(options: argparse.Namespace) -> int:
         by_order=options.by == "order",
         baseline=options.baseline or BASELINE,
     )
-    check_baseline(options.baseline, sections)  # before anything is written
+    if options.baseline:  # before anything is written
+        check_baseline(options.baseline, sections, given=f"--baseline {options.baseline}")
 
     if options.figures:
         code = export_figures(finished, sections, options.figures)
@@ -196,18 +196,6 @@ def send_to_wandb(
         mode=options.mode or "auto", project=options.project or find_project(runs), entity=options.entity
     )
     print(f"W&B: {log_comparison(sections, blocks, page=page, destination=destination)}")
-
-
-def check_baseline(baseline: str | None, sections: Sequence[RunSection]) -> None:
-    """Raises ValueError for a baseline that is the name of no group."""
-    if not baseline or not sections:
-        return
-    names = set()
-    for section in sections:
-        for group in section.groups:
-            names |= {group.name, group.label}
-    if baseline not in names:
-        raise ValueError(f"--baseline {baseline} is invalid. Allowed: {', '.join(sorted(names))}")
 
 
 def build_comparison_blocks(

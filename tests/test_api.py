@@ -12,7 +12,8 @@ import shutil
 import numpy as np
 import pytest
 
-from cpt import load_run, load_runs
+from cpt import load_run, load_runs, load_tables
+from cpt.evaluation.scores import Scores
 from cpt.gate import main as check_release
 from cpt.report import main as compare
 from tests.conftest import ROOT, SMALL
@@ -59,6 +60,25 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "run" / "scores.json").write_text("{")
     with pytest.raises(ValueError, match="scores.json"):
         load_runs(tmp_path)
+
+
+def test_folders_without_a_run_and_a_baseline_that_is_no_group_are_named(tmp_path):
+    for load in (load_runs, load_tables):
+        with pytest.raises(ValueError, match=f"{tmp_path}: no run with scores.json below. Allowed: "):
+            load(tmp_path)
+    save_scores(tmp_path / "run", method="ewc", seed=0)
+    assert load_tables(tmp_path)["main"]["baseline"].isna().all()
+    with pytest.raises(ValueError, match="^baseline=ewcc is invalid. Allowed: ewc"):
+        load_tables(tmp_path, baseline="ewcc")
+    with pytest.raises(ValueError, match="^no folder: no finished run below"):
+        load_tables()
+
+    scores = Scores.load(tmp_path / "run" / "scores.json")
+    scores.run["finished"] = False
+    scores.save(tmp_path / "run" / "scores.json")
+    assert not load_runs(tmp_path).empty
+    with pytest.raises(ValueError, match="no finished run below"):
+        load_tables(tmp_path)
 
 
 VERSIONS = sorted((ROOT / "tests" / "fixtures").iterdir())

@@ -18,6 +18,7 @@ from cpt.reporting.comparability import have_same_base, is_compared
 from cpt.reporting.formats import label_run, list_names, shorten, split_variant
 from cpt.reporting.load_runs import MeasuredRun
 
+BASELINE = "ncl"  # that other groups are compared with, where there is one of this name
 MAX_NAMED_SETTINGS = 3  # in a group's name, if it differs in more
 MAX_NAME = 40  # characters of a setting or of an order in a name
 
@@ -87,8 +88,18 @@ class RunSection:
         return frame.drop_duplicates(pair)
 
 
+def check_baseline(baseline: str, sections: Sequence[RunSection], *, given: str) -> None:
+    """Raises ValueError for a baseline that is the name of no group; `given` is how it was given."""
+    names = set()
+    for section in sections:
+        for group in section.groups:
+            names |= {group.name, group.label}
+    if sections and baseline not in names:
+        raise ValueError(f"{given} is invalid. Allowed: {', '.join(sorted(names))}")
+
+
 def build_sections(
-    runs: Sequence[MeasuredRun], *, by_order: bool = False, baseline: str = "ncl"
+    runs: Sequence[MeasuredRun], *, by_order: bool = False, baseline: str = BASELINE
 ) -> list[RunSection]:
     """A section per set of comparable runs, the largest first; `by_order`: a group per order."""
     run_sets = divide_runs(runs)

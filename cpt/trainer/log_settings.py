@@ -2,7 +2,8 @@
 trained."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -523,21 +524,25 @@ def warn_of_untrained_rows(plan: Plan, module: ContinualMethod) -> None:
         return
     option = f"model.tokenizer={options.tokenizer}" if options.tokenizer else "model.resize=true"
     model = module.model
-    frozen = {id(parameter) for parameter in module.frozen}
+    frozen_ids = {id(parameter) for parameter in module.frozen}
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    tables: dict[str, nn.Parameter] = {}
-    if not isinstance(embedding, BaseTunerLayer):  # its adapter trains rows, too
-        tables["embedding"] = embedding.weight
+    tables = {"embedding": embedding}
     if head is not None and head.weight is not embedding.weight:
-        tables["head"] = head.weight
-    untrained = [name for name, table in tables.items() if id(table) in frozen or not table.requires_grad]
+        tables["head"] = head
+    untrained = [name for name, table in tables.items() if not trains_rows(table, frozen_ids)]
     if not untrained:
         return
 
-    remedy = "a method that trains all weights does"
+    freeze = plan.freeze
     if isinstance(module.options, SavedModulesOptions):
         remedy = "method.modules_to_save=[embeddings,head] trains them (docs/methods.md)"
+        if freeze.embeddings or freeze.trainable is not None:
+            remedy += ", with freeze.embeddings=false trainable=null"
+    elif module.scope is None and (freeze.embeddings or freeze.trainable is not None):
+        remedy = "freeze.embeddings=false trainable=null does"
+    else:
+        remedy = "a method that trains all weights does"
     log.warning(
         "Rows of new tokens (%s) in %s are not trained by method=%s and stay at their initial values: %s",
         option,
@@ -545,6 +550,14 @@ def warn_of_untrained_rows(plan: Plan, module: ContinualMethod) -> None:
         plan.names["method"],
         remedy,
     )
+
+
+def trains_rows(table: nn.Module, frozen_ids: Collection[int]) -> bool:
+    """Whether the rows of an embedding or a head are trained, or an adapter that adds to them."""
+    weights = [cast(nn.Parameter, table.weight)]
+    if isinstance(table, BaseTunerLayer):
+        weights = [weight for weight in table.parameters() if weight.ndim > 1]
+    return any(weight.requires_grad and id(weight) not in frozen_ids for weight in weights)
 
 
 def log_saved_modules(module: ContinualMethod) -> None:

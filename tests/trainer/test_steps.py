@@ -1,5 +1,6 @@
 """How a run steps, where the config leaves it open: checkpoints, precision, attention."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -143,6 +144,37 @@ def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_t
         with caplog.at_level("WARNING", logger="cpt"):
             log_settings.warn_of_untrained_rows(replace(run.plan, model=changed), run.module)
         assert (f"Rows of new tokens ({option})" in caplog.text) is not is_trained
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            "method=ncl freeze.embeddings=true",
+            "in embedding.*: freeze.embeddings=false trainable=null does",
+        ),
+        (
+            "method=ncl trainable=attention",
+            "in embedding.*: freeze.embeddings=false trainable=null does",
+        ),
+        ("method=demix", "in embedding.*: a method that trains all weights does"),
+        (
+            "method=lora method.embeddings=true freeze.embeddings=true",
+            "in embedding.*: method.modules_to_save=.*, with freeze.embeddings=false trainable=null",
+        ),
+        (
+            "method=lora method.embeddings=true",
+            "in head are .*: method.modules_to_save=.* trains them [^,]*$",
+        ),
+    ],
+)
+def test_what_freezes_the_rows_of_new_tokens_is_named(options, line, small_gpt2, caplog):
+    untied = ["+model.config.tie_word_embeddings=false"]
+    run = build_method_fixture(small_gpt2("order=[law]", *untied, *options.split()))
+    plan = replace(run.plan, model=replace(run.plan.model, resize=True))
+    log_settings.warn_of_untrained_rows(plan, run.module)
+    assert re.search(line, caplog.messages[-1])
 
 
 @pytest.mark.parametrize(
