@@ -89,7 +89,7 @@ class RunSection:
 
 
 def check_baseline(baseline: str, sections: Sequence[RunSection], *, given: str) -> None:
-    """Raises ValueError for a baseline that is the name of no group; `given` is how it was given."""
+    """Raises ValueError for a baseline that is the name of no group; `given` says it as typed."""
     names = set()
     for section in sections:
         for group in section.groups:

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cpt.core.exceptions import InvalidOptionError
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun, find_similar_path
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
 from cpt.data.sources.base import GENERAL, Source
@@ -119,8 +119,14 @@ class Texts(Source):
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
         inner = os.path.relpath(path, self.root)
         names = (*inner.split(os.sep), inner)
-        pairs = product(names, self.ignore or ())
-        return any(fnmatch(name, pattern) for name, pattern in pairs)
+        patterns = {pattern for name, pattern in product(names, self.ignore or ()) if fnmatch(name, pattern)}
+        self.patterns_with_files.update(patterns)
+        return bool(patterns)
+
+    @cached_property
+    def patterns_with_files(self) -> set[str]:
+        """The patterns of `ignore` that have left out a file or a folder so far."""
+        return set()
 
     def check(self, order: Sequence[str]) -> None:
         general_folder = self.folder_of(GENERAL)
@@ -140,6 +146,12 @@ class Texts(Source):
         self.check_loose_text()
 
         self.log_left_out()
+        idle_patterns = [pattern for pattern in self.ignore or () if pattern not in self.patterns_with_files]
+        if idle_patterns:
+            log.warning(
+                "No effect of domains.ignore=%s: no file or folder of these domains has such a name",
+                format_value(idle_patterns),
+            )
         if general_folder is None:
             no_folder = f"{self.root} has no folder {self.general}"
             similar_names = [name for name in self.names if name.lower() == str(self.general).lower()]

@@ -136,6 +136,19 @@ def test_general_text_that_nobody_has_chosen_is_named(option, reason, tmp_path, 
     assert not [message for message in caplog.messages if message.startswith("General text: ")]
 
 
+def test_patterns_that_leave_out_nothing_are_named(tmp_path, caplog):
+    for name in ("a/x.txt", "a/old/y.txt", "a/z.md", "b/x.txt", "c/x.txt"):
+        write(tmp_path / name, "One.\n")
+    matching = ["*.md", "a/old", "old", "b"]
+    open_texts(tmp_path, ignore=matching).check(["a", "c"])
+    assert "No effect of domains.ignore" not in caplog.text
+    open_texts(tmp_path, ignore=[*matching, "y.text", "*.pdf"]).check(["a", "c"])
+    expected = (
+        "No effect of domains.ignore=[y.text,*.pdf]: no file or folder of these domains has such a name"
+    )
+    assert caplog.messages[-1] == expected
+
+
 @pytest.mark.parametrize("num_files", [3, 30])  # with few, documents are searched for in the first
 def test_files_in_another_encoding_are_named_together(num_files, tmp_path):
     for number in range(num_files):
