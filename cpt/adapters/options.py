@@ -80,7 +80,7 @@ class SavedModulesOptions(Options):
 
 
 @config
-class MapPairOptions(SavedModulesOptions):
+class LayerLoRAOptions(SavedModulesOptions):
     """LoRA adapters on linear layers (cpt.adapters.lora)."""
 
     r: Count = option("rank of an adapter")
@@ -135,8 +135,8 @@ class MapPairOptions(SavedModulesOptions):
 
 
 @config
-class PairOptions(MapPairOptions):
-    """Low-rank pairs that are summed, whatever the text."""
+class SummedLoRAOptions(LayerLoRAOptions):
+    """LoRA adapters that are summed, whatever the text."""
 
     target_parameters: TargetParameters = option(
         "adapted weights of experts, which are parameters and no layers: auto (all), none, or a list of "
@@ -165,8 +165,8 @@ class PairOptions(MapPairOptions):
 
 
 @config
-class StoredPairOptions(PairOptions):
-    """Low-rank pairs of which each domain has its own, and all are summed."""
+class StoredLoRAOptions(SummedLoRAOptions):
+    """LoRA adapters of which each domain has its own, and all are summed."""
 
     adapter_storage: Literal["merged", "separate"] = option(
         "earlier adapters: merged into the frozen weights, or kept separate"

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.domain_store import BASE, DomainParams, DomainScorer
-from cpt.adapters.options import PairOptions, StoredPairOptions
+from cpt.adapters.options import StoredLoRAOptions, SummedLoRAOptions
 from cpt.adapters.orthogonal_lora import ProtectedDirections
 from cpt.adapters.plain_model import save_without_tuners, without_tuners
 from cpt.adapters.routed_lora import (
@@ -53,9 +53,9 @@ class LoRA(ContinualMethod):
 
     keeps_base = True
     takes_quantized = True
-    options: PairOptions
+    options: SummedLoRAOptions
 
-    def __init__(self, options: PairOptions, context: MethodContext) -> None:
+    def __init__(self, options: SummedLoRAOptions, context: MethodContext) -> None:
         scope = lora.attach_lora(
             context.model,
             r=options.r,
@@ -154,9 +154,9 @@ class IncLoRA(LoRA):
 
         h = W x + alpha / r (sum_{k<t} B_k A_k x + B_t A_t x),    of which A_t and B_t are trained"""
 
-    options: StoredPairOptions
+    options: StoredLoRAOptions
 
-    def __init__(self, options: StoredPairOptions, context: MethodContext) -> None:
+    def __init__(self, options: StoredLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         lora.resize_on_load(self.model)
 
@@ -202,7 +202,7 @@ class MoELoRA(ContinualMethod):
         self.attached = attach_experts, attach.keywords  # what loads an exported model repeats
 
 
-Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
+FactorPair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
 
 
 class _ProductNorm(torch.autograd.Function):
@@ -222,18 +222,18 @@ class _ProductNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Pair:
+    def backward(ctx: Any, gradient: Tensor) -> FactorPair:
         gradient_of_a, gradient_of_b = ctx.saved_tensors
         return gradient * gradient_of_a, gradient * gradient_of_b
 
 
-def product_norm(pairs: Iterable[Pair]) -> Tensor:
-    """The sum over pairs of ||B A||_1, a scalar."""
+def product_norm(pairs: Iterable[FactorPair]) -> Tensor:
+    """The sum over the pairs of A and B of ||B A||_1, a scalar."""
     return torch.stack([_ProductNorm.apply(a, b) for a, b in pairs]).sum()
 
 
-def factors_norm(pairs: Iterable[Pair]) -> Tensor:
-    """The sum over pairs and ranks of ||b_i||_1 ||a_i||_1, a scalar."""
+def factors_norm(pairs: Iterable[FactorPair]) -> Tensor:
+    """The sum over the pairs of A and B and their ranks i of ||b_i||_1 ||a_i||_1, a scalar."""
     norms = []
     for a, b in pairs:
         norms_by_rank = b.abs().sum(0, dtype=torch.float) * a.abs().sum(1, dtype=torch.float)
@@ -257,7 +257,7 @@ class NLoRA(IncLoRA):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
         if self.options.strength:
-            newest: list[Pair] = []
+            newest: list[FactorPair] = []
             for layer in lora.lora_layers(self.model).values():
                 newest += lora.map_factors(layer)
             norm = product_norm if self.options.penalty == "product" else factors_norm
@@ -430,7 +430,7 @@ class SAPT(ContinualMethod):
     reads_importance_batches = True
 
     def __init__(self, options: SAPTOptions, context: MethodContext) -> None:
-        check_rows(context, "method=sapt, whose pairs are weighed for each row of a batch")
+        check_rows(context, "method=sapt, whose adapters are weighed for each row of a batch")
         attach = partial(
             attach_routed,
             r=options.r,

@@ -8,11 +8,11 @@ from annotated_types import Ge, Le
 from cpt.adapters.options import (
     BottleneckOptions,
     GateOptions,
-    MapPairOptions,
-    PairOptions,
+    LayerLoRAOptions,
     Routing,
     SavedModulesOptions,
-    StoredPairOptions,
+    StoredLoRAOptions,
+    SummedLoRAOptions,
     Targets,
 )
 from cpt.core.exceptions import InvalidOptionError
@@ -178,7 +178,7 @@ class DERPPOptions(Options):
 
 
 EWCOptions = ConsolidationOptions
-IncLoRAOptions = StoredPairOptions
+IncLoRAOptions = StoredLoRAOptions
 NO_GROWTH: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}
 
 
@@ -277,12 +277,16 @@ class LifelongMoEOptions(Options):
     def __post_init__(self) -> None:
         if self.num_experts == 0 and self.dense == "frozen":
             raise InvalidOptionError(
-                "num_experts", 0, context="with dense=frozen", reason="nothing is trained", allowed="trained"
+                "num_experts",
+                0,
+                context="with dense=frozen",
+                reason="nothing is trained",
+                allowed="1 or more, or dense=trained",
             )
 
 
 @config
-class LoRAOptions(PairOptions, PerDomainOptions):
+class LoRAOptions(SummedLoRAOptions, PerDomainOptions):
     """Options of LoRA."""
 
     protected_rank: Natural = option(
@@ -315,7 +319,7 @@ class MASOptions(ConsolidationOptions):
 
 
 @config
-class MergeLoRAOptions(MergeOptions, PairOptions):
+class MergeLoRAOptions(MergeOptions, SummedLoRAOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_pissa(reason="the adapter of each further domain starts with product 0")
@@ -331,7 +335,7 @@ class MIGUOptions(Options):
 
 
 @config
-class MoELoRAOptions(MapPairOptions):
+class MoELoRAOptions(LayerLoRAOptions):
     num_experts: Count = option("number of experts of rank r per layer")
 
     def __post_init__(self) -> None:
@@ -372,13 +376,13 @@ class SDFTOptions(Options):
 
 
 @config
-class NLoRAOptions(StoredPairOptions):
+class NLoRAOptions(StoredLoRAOptions):
     strength: NonNegative = option("lambda: the weight of the penalty")
     penalty: Literal["product", "factors"] = option("penalty on the newest B A, or on its bound from factors")
 
 
 @config
-class OLoRAOptions(StoredPairOptions):
+class OLoRAOptions(StoredLoRAOptions):
     strength: NonNegative = option("lambda_1: the weight of the overlap with earlier adapters")
     penalty: Literal["l1", "squared"] = option("norm of the entries of A_k A_t^T")
     norm: NonNegative = option("lambda_2: the weight of the Frobenius norms of the new adapter")
@@ -465,7 +469,7 @@ class ReptileOptions(Options):
 
 
 @config
-class SAPTOptions(MapPairOptions):
+class SAPTOptions(LayerLoRAOptions):
     key: Literal["attention", "cosine"] = option("how a text is compared with an adapter's key")
     query: Literal["embeddings", "encoder"] = option("vectors whose mean represents a text")
     bottleneck: Count = option("rows of W_down (used with key=attention)")

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from cpt.adapters.options import MapPairOptions, StoredPairOptions
+from cpt.adapters.options import LayerLoRAOptions, StoredLoRAOptions
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.run_command import format_install_command
 from cpt.core.sections import Choice
@@ -61,15 +61,15 @@ def check_method(method: Choice, name: str, *, context: str) -> None:
             reason="it trains or changes the weights that are quantized",
             allowed=METHODS,
         )
-    if isinstance(options, StoredPairOptions) and options.adapter_storage == "merged":
+    if isinstance(options, StoredLoRAOptions) and options.adapter_storage == "merged":
         raise InvalidOptionError(
             "method.adapter_storage",
             "merged",
             context=context,
             reason="rounded to so few bits, weights lose most of an adapter",
-            allowed="pairs",
+            allowed="separate",
         )
-    if isinstance(options, MapPairOptions) and options.has_pissa:
+    if isinstance(options, LayerLoRAOptions) and options.has_pissa:
         raise InvalidOptionError(
             "method.init_lora_weights",
             options.init_lora_weights,
@@ -77,7 +77,7 @@ def check_method(method: Choice, name: str, *, context: str) -> None:
             reason="it takes singular values out of weights, which have to be there in full",
             allowed="true, gaussian",
         )
-    if isinstance(options, MapPairOptions) and options.use_dora:
+    if isinstance(options, LayerLoRAOptions) and options.use_dora:
         raise InvalidOptionError(
             "method.use_dora",
             True,

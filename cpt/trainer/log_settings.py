@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from cpt.adapters.domain_store import find_domain_params
-from cpt.adapters.options import PairOptions, SavedModulesOptions
+from cpt.adapters.options import SavedModulesOptions, SummedLoRAOptions
 from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.exceptions import format_value
 from cpt.core.messages import abbreviate, count_noun
@@ -382,7 +382,10 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     if options.offload_method_state and (not keeps_weights(module) or machine.device.type == "cpu"):
         yield f"trainer.offload_method_state=true: {method} keeps no weights, or the device is a CPU"
 
-    adapts_experts = isinstance(module.options, PairOptions) and module.options.target_parameters == "auto"
+    method_options = module.options
+    adapts_experts = (
+        isinstance(method_options, SummedLoRAOptions) and method_options.target_parameters == "auto"
+    )
     if adapts_experts and not find_expert_parameters(module.model):
         yield f"method.target_parameters=auto: this {module.model.config.model_type} has no experts"
     undecayed = find_undecayed_anyway(plan, module)

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.adapters.options import MapPairOptions, Routing
+from cpt.adapters.options import LayerLoRAOptions, Routing
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
@@ -623,7 +623,7 @@ def check_sharding(plan: Plan) -> None:
             reason="each process would hold the whole reference model",
             allowed="loss=eaft or none, or strategy=single or ddp",
         )
-    if isinstance(plan.method.options, MapPairOptions) and plan.method.options.use_dora:
+    if isinstance(plan.method.options, LayerLoRAOptions) and plan.method.options.use_dora:
         raise InvalidOptionError(
             "method.use_dora",
             True,

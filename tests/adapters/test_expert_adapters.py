@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from cpt.adapters import lora, plain_model
-from cpt.adapters.options import PairOptions
+from cpt.adapters.options import SummedLoRAOptions
 from cpt.methods.lora import group_by_width, pair_overlap
 from tests.support.mixtures import MIXTURES, build_mixture, padded_batch
 
@@ -142,7 +142,7 @@ def test_names_of_parameters_may_be_ends_and_must_be_of_experts():
 
 
 def make_options(*, dropout, parameters):
-    return PairOptions(
+    return SummedLoRAOptions(
         r=3,
         lora_alpha=6,
         lora_dropout=dropout,

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from cpt.adapters import lora, plain_model
-from cpt.adapters.options import PairOptions
+from cpt.adapters.options import SummedLoRAOptions
 from cpt.adapters.saved_modules import train_fully
 from cpt.models.loading import is_tied
 from tests.models import test_units
@@ -173,9 +173,9 @@ def test_dora_begins_each_domain_with_the_norms_of_the_weights():
 
 
 def test_rslora_is_scaled_by_the_root_of_the_rank(tmp_path):
-    options = PairOptions(**OPTIONS, embeddings=False, export_format="merged", use_rslora=True)
+    options = SummedLoRAOptions(**OPTIONS, embeddings=False, export_format="merged", use_rslora=True)
     assert options.alpha / options.r == pytest.approx(8 / 4**0.5)
-    assert PairOptions(**OPTIONS, embeddings=False, export_format="merged").alpha == 8
+    assert SummedLoRAOptions(**OPTIONS, embeddings=False, export_format="merged").alpha == 8
 
     model = build("llama")
     lora.attach_lora(model, r=4, alpha=options.alpha, dropout=0.0, targets="all-linear", embeddings=False)

@@ -1,7 +1,12 @@
 """The two errors with a form: their message, and that class and attributes outlive pickling and prefixes."""
 
+import ast
 import doctest
 import pickle
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +50,38 @@ def test_a_damaged_file_stays_one_within_a_prefix_and_a_named_cause():
     with pytest.raises(DamagedFileError, match=line) as raised, naming_cause("model"):
         raise DamagedFileError("base.pt", remedy="delete it")
     assert raised.value.path == "base.pt"
+
+
+def read_syntax_trees() -> list[ast.Module]:
+    paths = Path(exceptions.__file__).parents[1].rglob("*.py")
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def list_declared_values(trees: Sequence[ast.Module]) -> dict[str, set[str]]:
+    """The texts that options may be, by the name of the option: those of each `Literal` in its type."""
+    values: dict[str, set[str]] = defaultdict(set)
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                values[node.target.id].update(re.findall(r"'(\w+)'", ast.unparse(node.annotation)))
+    return values
+
+
+def test_a_message_allows_values_that_the_option_has():
+    trees = read_syntax_trees()
+    declared = list_declared_values(trees)
+    num_checked = 0
+    for tree in trees:
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "InvalidOptionError":
+                continue
+            allowed = {keyword.arg: keyword.value for keyword in node.keywords}["allowed"]
+            if not isinstance(node.args[0], ast.Constant) or not isinstance(allowed, ast.Constant):
+                continue
+            option = node.args[0].value.rpartition(".")[2]
+            if option in declared and re.fullmatch("[a-z_]+", str(allowed.value)):
+                num_checked += 1
+                assert allowed.value in {"null", "true", "false", "fewer", *declared[option]}, ast.unparse(
+                    node
+                )
+    assert num_checked > 10
