@@ -31,6 +31,7 @@ PUBLISHED_STUDIES = (
     "m2d2_decoder",
     "m2d2_mini",
     "real_decoder",
+    "real_decoder_tuned",
     "self_distillation",
     "standard_cl_decoder",
     "standard_cl_families",
