@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
@@ -227,13 +228,24 @@ def check_objective(plan: Plan, objective: str) -> None:
     model_choice = f"model={options.name}"
     has_answers = plan.source.encoding is not None
 
+    # The section `model` is one of a new base, by default an encoder, though another run has the model.
+    earlier_run = plan.settings["init_from"]
+    as_earlier = ""
+    if earlier_run:
+        as_earlier = f", or model=hf model.name_or_path={Path(earlier_run) / 'model'}"
     if objective == "causal" and options.mlm_probability is not None:
         raise InvalidOptionError(
-            "model.mlm_probability", options.mlm_probability, reason="the model is causal", allowed="null"
+            "model.mlm_probability",
+            options.mlm_probability,
+            reason="the model is causal",
+            allowed=f"null{as_earlier}",
         )
     if objective != "span" and options.mean_span is not None:
         raise InvalidOptionError(
-            "model.mean_span", options.mean_span, reason="no encoder-decoder corrupts spans", allowed="null"
+            "model.mean_span",
+            options.mean_span,
+            reason="no encoder-decoder corrupts spans",
+            allowed=f"null{as_earlier}",
         )
     is_new = options.name_or_path is None
     if objective == "span" and is_new and (options.vocab_size or 0) < MIN_SPAN_VOCAB_SIZE:

@@ -577,3 +577,16 @@ def test_a_model_whose_layers_a_choice_does_not_know_is_refused_with_the_choice(
     model = SimpleNamespace(config=SimpleNamespace(model_type="deepseek_v3"))
     with pytest.raises(ValueError, match="method=ncl is invalid with mask=migu for a deepseek_v3: block.0: "):
         check_model.try_method(plan, model, None)
+
+
+def test_options_of_another_kind_of_model_than_that_of_init_from_are_explained():
+    model = SimpleNamespace(name="tiny_modernbert", mlm_probability=0.3, mean_span=None)
+    for earlier_run, allowed in (
+        (None, "null"),
+        ("out/a", "null, or model=hf model.name_or_path=out/a/model"),
+    ):
+        plan = SimpleNamespace(
+            model=model, source=SimpleNamespace(encoding=None), settings={"init_from": earlier_run}
+        )
+        with pytest.raises(ValueError, match=f"the model is causal. Allowed: {allowed}$"):
+            check_model.check_objective(plan, "causal")
