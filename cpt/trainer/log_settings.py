@@ -344,6 +344,13 @@ def find_ineffective_freezing(plan: Plan, module: ContinualMethod) -> Iterator[s
         if not trains_some(find_trainable(module.model, entry)):
             yield f"trainable={entry}: method={method} trains nothing of what it finds"
 
+    # The modules that are trained fully may be all that is left.
+    adapter_names = set(module.scope.names) - set(module.saved_names)
+    frozen_ids = {id(parameter) for parameter in module.frozen}
+    adapters = [module.model.get_parameter(name) for name in adapter_names]
+    if module.saved_names and all(id(parameter) in frozen_ids for parameter in adapters):
+        yield f"method={method}: freeze or trainable leaves method.modules_to_save alone, and no adapter"
+
 
 def find_ineffective_masks(plan: Plan, module: ContinualMethod) -> Iterator[str]:
     """Masks of the config or of the method that limit no weight which `freeze` and `trainable` leave."""

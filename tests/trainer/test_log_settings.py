@@ -135,6 +135,11 @@ def test_what_is_frozen_of_an_adapter_method_without_effect(small):
             ["trainable=norms: method=lora trains nothing of what it finds"],
         ),
         (
+            ["method=lora", "method.modules_to_save=[final_norm]", "trainable=norms"],
+            ["method=lora: freeze or trainable leaves method.modules_to_save alone, and no adapter"],
+        ),
+        (["method=lora", "method.modules_to_save=[final_norm]", "trainable=[norms,attention]"], []),
+        (
             ["method=prompt", "freeze.layers=1"],
             ["freeze.layers=1: method=prompt trains nothing in these blocks"],
         ),
