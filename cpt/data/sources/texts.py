@@ -66,12 +66,15 @@ class Texts(Source):
         super().__post_init__()
         with naming_file(self.corpora):
             is_folder = self.corpora.is_dir()
+        context = "" if self.corpora == Path(self.root) else f"with domains.folder={self.folder}"
         if not is_folder:
+            has_root = Path(self.root).is_dir()
             raise InvalidOptionError(
                 "root",
                 self.root,
+                context=context,
                 reason=f"there is no folder {self.corpora}",
-                meant=find_similar_path(Path(self.root)),
+                meant="" if has_root else find_similar_path(Path(self.root)),
                 allowed=LAYOUT,
             )
         if not self.names:
@@ -79,7 +82,9 @@ class Texts(Source):
             if self.loose_text:
                 num_files = count_noun(len(self.loose_text), "text file")
                 reason += f", but {num_files} ({format_file_names(self.loose_text)})"
-            raise InvalidOptionError("root", self.root, reason=reason, allowed=self.describe_layout())
+            raise InvalidOptionError(
+                "root", self.root, context=context, reason=reason, allowed=self.describe_layout()
+            )
         check_names(self.columns or (), (*self.names, GENERAL), section="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
             raise InvalidOptionError("general", self.general, allowed=f"null, a folder in {self.root}")
@@ -227,6 +232,8 @@ class Texts(Source):
             return LAYOUT
         folder = self.corpora.absolute()
         root = shlex.quote(f"domains.root={folder.parent}")
+        if self.corpora != Path(self.root):
+            root += " domains.folder=."
         order = shlex.quote(f"order=[{folder.name}]")
         return f"{LAYOUT}, for {folder.name} as a domain {root} {order}"
 

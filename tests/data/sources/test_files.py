@@ -136,6 +136,18 @@ def test_general_text_that_nobody_has_chosen_is_named(option, reason, tmp_path, 
     assert not [message for message in caplog.messages if message.startswith("General text: ")]
 
 
+def test_a_folder_below_root_without_domains_is_named(tmp_path):
+    write(tmp_path / "law" / "x.txt", "One.\n")
+    for folder, reason in (
+        ("law", "it has no sub-folder of a domain, but 1 text"),
+        ("lwa", "there is no fold"),
+    ):
+        with pytest.raises(ValueError, match=f"is invalid with domains.folder={folder}: {reason}") as raised:
+            open_texts(tmp_path, folder=folder)
+        assert "Did you mean" not in str(raised.value)
+        assert (f"domains.root={tmp_path} domains.folder=. " in str(raised.value)) == (folder == "law")
+
+
 def test_patterns_that_leave_out_nothing_are_named(tmp_path, caplog):
     for name in ("a/x.txt", "a/old/y.txt", "a/z.md", "b/x.txt", "c/x.txt"):
         write(tmp_path / name, "One.\n")

@@ -30,6 +30,7 @@ PACK = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, codec="zstd",
 def open_texts(
     root,
     *,
+    folder=".",
     columns=None,
     column="text",
     document="auto",
@@ -42,7 +43,7 @@ def open_texts(
     """The domains in the sub-folders of `root`."""
     return Texts(
         root=str(root),
-        folder=".",
+        folder=folder,
         columns=columns,
         column=column,
         document=document,
