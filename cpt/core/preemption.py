@@ -26,6 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
 CHILDREN_S = 60.0  # that the other processes of a run have to leave
 AGAIN_S = 0.05  # after which a signal whose exception was lost acts again
+JOINING_S = 1.0  # that a process waits on after a signal for others that may still join it
 
 
 class Preempted(BaseException):
@@ -48,6 +49,7 @@ class SignalState:
 
     number = 0
     deferrals = 0
+    is_joining = False  # within `joining_others`
     num_repeated = 0  # signals that the process sends itself (`repeat_signal`) and that have not come yet
     last_read = 0.0  # when the store of the processes was read
     released: list[Popen] = []
@@ -70,7 +72,8 @@ def is_waited_for() -> bool:
     """Whether other processes would hang, or be killed, if this one left alone."""
     is_started_by_others = is_started_by_torchrun() or is_slurm_task()
     is_rank_of_lightning = "LOCAL_RANK" in os.environ and not is_started_by_others
-    return is_distributed() or is_rank_of_lightning or bool(list_child_processes())
+    has_others = is_distributed() or is_rank_of_lightning or notice.is_joining
+    return has_others or bool(list_child_processes())
 
 
 def together_s() -> float:
@@ -92,6 +95,29 @@ def watch_signals(received: socket.socket) -> None:
                 for child in list_child_processes():
                     child.kill()
                 os._exit(128 + numbers[0])
+            timer = threading.Timer(JOINING_S, leave_if_joining, [numbers[0]])
+            timer.daemon = True
+            timer.start()
+
+
+def leave_if_joining(number: int) -> None:
+    """Ends a process that has had a signal and is still within `joining_others`: it has learned nothing yet,
+    and may wait for one that has left on the same signal."""
+    if notice.is_joining:
+        if is_first_process():
+            print(f"cpt: {Preempted(number)}", file=sys.stderr, flush=True)
+        leave_process(GO_ON)
+
+
+@contextmanager
+def joining_others() -> Iterator[None]:
+    """Inside the context the process waits in a library, for up to half an hour, until the others that a
+    launcher has started are there. Python's handlers of signals wait as long: `watch_signals` acts on one."""
+    notice.is_joining = True
+    try:
+        yield
+    finally:
+        notice.is_joining = False
 
 
 @contextmanager

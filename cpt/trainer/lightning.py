@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from cpt.core.distributed import barrier
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import MessageError
+from cpt.core.preemption import joining_others
 from cpt.core.processes import is_distributed
 from cpt.core.slurm import is_slurm_task, is_started_by_torchrun, requested_tasks
 from cpt.models.fsdp import Sharding
@@ -119,7 +120,8 @@ def join_processes(options: Mapping[str, Any]) -> None:
     if environment is None or isinstance(environment, LightningEnvironment):  # which starts them at a fit
         return
     if environment.world_size() > 1 and not is_distributed():
-        strategy.setup_environment()
+        with joining_others():
+            strategy.setup_environment()
     barrier()
 
 
@@ -130,7 +132,8 @@ def join_for_shards(options: Mapping[str, Any]) -> Sharding | None:
     if strategy.launcher is not None:
         strategy.launcher.launch(strategy.setup_environment)
     elif not is_distributed():
-        strategy.setup_environment()
+        with joining_others():
+            strategy.setup_environment()
     barrier()
     return strategy.make_sharding() if strategy.world_size > 1 else None
 

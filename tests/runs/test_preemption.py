@@ -1,19 +1,22 @@
 """Runs that are killed or told to leave, by SIGKILL and by signals in every loop: exit code 75 and one line,
 nothing learned is lost, and the same command ends with the same bits; what a run says of itself meanwhile."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cpt import status
-from cpt.core.preemption import GO_ON
+from cpt.core.preemption import GO_ON, notice
+from cpt.trainer import lightning
 from tests.conftest import ROOT, SMALL
 from tests.runs.reading import command, read_scores, start_and_kill
 from tests.support.campaign import run_few
@@ -196,6 +199,37 @@ def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
                 break
         process.kill()
     assert process.returncode == 128 + signal.SIGINT
+
+
+def test_a_process_that_waits_for_the_others_at_the_start_leaves_on_a_signal():
+    joining = WAITING.replace("defer_signals", "joining_others")
+    with subprocess.Popen(
+        [sys.executable, "-c", joining], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        message = process.stderr.read()
+    assert process.returncode == GO_ON
+    assert message == "cpt: stopped by SIGTERM; run the same command again to continue\n"
+
+
+def test_the_process_group_is_joined_where_signals_are_heeded(monkeypatch):
+    is_joining = []
+    strategy = SimpleNamespace(
+        cluster_environment=SimpleNamespace(world_size=lambda: 2),
+        launcher=None,
+        setup_environment=lambda: is_joining.append(notice.is_joining),
+        world_size=1,
+    )
+    monkeypatch.setattr(
+        lightning, "make_trainer", lambda *args, **options: SimpleNamespace(strategy=strategy)
+    )
+    lightning.join_processes({})
+    lightning.join_for_shards({})
+    assert is_joining == [True, True] and not notice.is_joining
 
 
 @pytest.mark.parametrize("mode", ["before", "within"])
