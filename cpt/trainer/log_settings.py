@@ -156,7 +156,7 @@ def log_scored_share(data: DomainSequence) -> None:
         num_scored += int(lengths.sum())
     log.info(
         f"Measuring losses on {num_scored:,} of {count_noun(num_tokens, 'held-out token')}, the same after "
-        f"every stage: rows of {data.eval_tokens:,} tokens (eval.max_tokens) of each of "
+        f"every stage: rows of {count_noun(data.eval_tokens, 'token')} (eval.max_tokens) of each of "
         f"{abbreviate(sampled_texts, with_count=True)}. To measure all, start a new run with "
         "eval.max_tokens=null"
     )
