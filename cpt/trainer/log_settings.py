@@ -144,7 +144,8 @@ def log_export(plan: Plan, machine: Machine) -> None:
 def log_scored_share(data: DomainSequence) -> None:
     """Logs how many tokens of the held-out texts are scored, if not all of them."""
     sampled_texts = data.sampled_texts
-    if not sampled_texts:
+    max_tokens = data.eval_tokens
+    if max_tokens is None or not sampled_texts:
         return
     num_scored = 0
     num_tokens = 0
@@ -156,7 +157,7 @@ def log_scored_share(data: DomainSequence) -> None:
         num_scored += int(lengths.sum())
     log.info(
         f"Measuring losses on {num_scored:,} of {count_noun(num_tokens, 'held-out token')}, the same after "
-        f"every stage: rows of {count_noun(data.eval_tokens, 'token')} (eval.max_tokens) of each of "
+        f"every stage: rows of {count_noun(max_tokens, 'token')} (eval.max_tokens) of each of "
         f"{abbreviate(sampled_texts, with_count=True)}. To measure all, start a new run with "
         "eval.max_tokens=null"
     )

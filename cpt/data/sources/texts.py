@@ -20,7 +20,9 @@ from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
 from cpt.data.sources.files import (
     ABOUT_DATA,
     MAX_SHOWN,
+    PLAIN_SUFFIXES,
     SUFFIXES,
+    TABLE_SUFFIXES,
     NoTextFileError,
     UnknownKindError,
     UnusableFileError,
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 Columns = Annotated[Mapping[str, Text], Allowed("{domain: column}")]
 Ignored = Annotated[TextList, Allowed("a list of names or patterns, like [README*]")]
 LAYOUT = "a folder with a sub-folder for each domain"
+DEFAULT_COLUMN = "text"  # of conf/domains/texts.yaml
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 
 
@@ -142,7 +145,8 @@ class Texts(Source):
                 reason=f"{general_folder} is no folder",
                 allowed="a folder of text, or null",
             )
-        for folder, paths in self.find_files(order).items():
+        files = self.find_files(order)
+        for folder, paths in files.items():
             for path in paths:
                 if not os.access(path, os.R_OK):
                     raise ValueError(f"{path} cannot be read: permission denied")
@@ -151,6 +155,7 @@ class Texts(Source):
         self.check_loose_text()
 
         self.log_left_out()
+        self.log_idle_options(order, files)
         idle_patterns = [pattern for pattern in self.ignore or () if pattern not in self.patterns_with_files]
         if idle_patterns:
             log.warning(
@@ -168,6 +173,26 @@ class Texts(Source):
         if split_names:
             message = "Training on folders that are named as held-out text, as domains of their own: %s"
             log.warning(message, ", ".join(split_names[:MAX_SHOWN]))
+
+    def log_idle_options(self, order: Sequence[str], files: Mapping[Path, Sequence[Path]]) -> None:
+        """Logs options for tables where no text is in one, and those for plain files likewise. `files`: as of
+        `find_files`."""
+        suffixes_by_name = {}
+        for name in (*order, GENERAL):
+            folder = self.folder_of(name)
+            paths = [] if folder is None else files[folder]
+            suffixes_by_name[name] = {find_suffix(path) for path in paths}
+        with_tables = {name for name, suffixes in suffixes_by_name.items() if suffixes & {*TABLE_SUFFIXES}}
+
+        own_columns = self.columns or {}
+        if self.column != DEFAULT_COLUMN and not with_tables - {*own_columns}:
+            log.warning("No effect of domains.column: no text that it is for is in a table")
+        idle_names = [name for name in own_columns if name in suffixes_by_name and name not in with_tables]
+        if idle_names:
+            log.warning("No effect of domains.columns on %s: no tables there", ", ".join(idle_names))
+        has_plain = any(suffixes & {*PLAIN_SUFFIXES} for suffixes in suffixes_by_name.values())
+        if self.document != "auto" and not has_plain:
+            log.warning("No effect of domains.document=%s: no text is in a .txt or .md file", self.document)
 
     def find_files(self, order: Sequence[str]) -> dict[Path, list[Path]]:
         """The text files of the folders of domains and general text, by folder. Raises ValueError for a

@@ -161,6 +161,31 @@ def test_patterns_that_leave_out_nothing_are_named(tmp_path, caplog):
     assert caplog.messages[-1] == expected
 
 
+def test_options_for_kinds_of_files_that_are_not_there_are_named(tmp_path, caplog):
+    write(tmp_path / "plain" / "x.txt", "One.\n")
+    write(tmp_path / "table" / "x.jsonl", '{"body": "One."}\n')
+    columns = {"table": "body"}
+    for options, order in (
+        ({"column": "body"}, ["plain", "table"]),
+        ({"columns": columns, "document": "line"}, ["plain", "table"]),
+        ({"columns": columns | {"plain": "body"}}, ["table"]),
+        ({}, ["plain"]),
+    ):
+        open_texts(tmp_path, **options).check(order)
+    assert "No effect" not in caplog.text
+
+    for options, order, message in (
+        ({"column": "body"}, ["plain"], "domains.column: no text that it is for is in a table"),
+        ({"column": "body", "columns": columns}, ["table"], "domains.column: no text that it is for"),
+        ({"columns": columns | {"plain": "body"}}, ["plain"], "domains.columns on plain: no tables there"),
+        ({"columns": columns, "document": "line"}, ["table"], "domains.document=line: no text is in a .txt"),
+    ):
+        caplog.clear()
+        open_texts(tmp_path, **options).check(order)
+        (line,) = [line for line in caplog.messages if "No effect" in line]
+        assert line.startswith(f"No effect of {message}")
+
+
 @pytest.mark.parametrize("num_files", [3, 30])  # with few, documents are searched for in the first
 def test_files_in_another_encoding_are_named_together(num_files, tmp_path):
     for number in range(num_files):
