@@ -163,5 +163,7 @@ def test_loading_holds_no_copy_in_32_bits_at_any_moment(tmp_path):
         model = load_model(tmp_path, "causal", dtype=dtype)
         peaks[dtype] = (read_peak_bytes(cpu) - resident_bytes) / stored_bytes
         del model
-    # The file is mapped into memory, and each tensor copied.
-    assert peaks[torch.bfloat16] < 2.4 < peaks[torch.float32], peaks
+    # The file is mapped into memory, and each tensor copied: of as many bytes, or of twice as many. Both are
+    # less where earlier tests left memory that is used again.
+    assert peaks[torch.bfloat16] < 2.4, peaks
+    assert peaks[torch.float32] > peaks[torch.bfloat16] + 0.8, peaks

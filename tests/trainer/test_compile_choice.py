@@ -129,7 +129,7 @@ def test_blocks_of_decoders_have_no_graph_break(kind):
 def test_flash_attention_is_tried_where_documents_share_rows(shares, small_gpt2, monkeypatch):
     trials = []
     monkeypatch.setattr(build, "uses_flash_attention", lambda model: True)
-    monkeypatch.setattr(build, "try_lengths", lambda model, *, documents: trials.append(documents))
+    monkeypatch.setattr(build, "try_lengths", lambda model, *, are_documents: trials.append(are_documents))
     packing = "document_mask" if shares else "concat"
     build_method_fixture(small_gpt2(f"domains.packing={packing}", "order=[law]"))
     assert trials == ([True] if shares else [])
