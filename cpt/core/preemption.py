@@ -26,7 +26,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
 CHILDREN_S = 60.0  # that the other processes of a run have to leave
 AGAIN_S = 0.05  # after which a signal whose exception was lost acts again
-JOINING_S = 1.0  # that a process waits on after a signal for others that may still join it
+# That a process still waits for others after a signal: they join it where they have had none. SLURM kills
+# 30 seconds after SIGTERM (KillWait).
+JOINING_S = 10.0
 
 
 class Preempted(BaseException):

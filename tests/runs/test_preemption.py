@@ -203,6 +203,7 @@ def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
 
 def test_a_process_that_waits_for_the_others_at_the_start_leaves_on_a_signal():
     joining = WAITING.replace("defer_signals", "joining_others")
+    joining = f"from cpt.core import preemption\npreemption.JOINING_S = 0.5\n{joining}"
     with subprocess.Popen(
         [sys.executable, "-c", joining], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

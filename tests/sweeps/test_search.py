@@ -427,7 +427,7 @@ def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
     assert tuning["direction"] == "maximize" and 0 <= tuning["methods"][0]["runs"][0]["score"] <= 1
 
 
-def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched():
+def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(caplog):
     candidates, final_lines = read_candidates(
         "method=ewc,kd", "mask=none,migu", "optim.lr=tag(log,interval(1e-4,1e-2))", "seed=0,1", "order=1"
     )
@@ -446,7 +446,9 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
         "model.lr",
     ]
     assert read_candidate("method=lora", "optim.lr=3e-4").space == {}
+    caplog.set_level("INFO")
     assert list(read_candidate("method=lora", "optim.lr=interval(1e-4,1e-2)").space) == ["optim.lr"]
+    assert caplog.messages[-1].startswith("Not searched for lora: method.lr_multiplier")
 
     # A value that is given is no part of the space; the space itself can be given, too.
     derpp = read_candidate("method=choice(derpp)", "method.alpha=choice(0.3)")
