@@ -72,10 +72,13 @@ notice = SignalState()
 
 def is_waited_for() -> bool:
     """Whether other processes would hang, or be killed, if this one left alone."""
-    is_started_by_others = is_started_by_torchrun() or is_slurm_task()
-    is_rank_of_lightning = "LOCAL_RANK" in os.environ and not is_started_by_others
-    has_others = is_distributed() or is_rank_of_lightning or notice.is_joining
+    has_others = is_distributed() or is_rank_of_lightning() or notice.is_joining
     return has_others or bool(list_child_processes())
+
+
+def is_rank_of_lightning() -> bool:
+    """Whether Lightning has started this process, or others from this one: it kills all once one leaves."""
+    return "LOCAL_RANK" in os.environ and not is_started_by_torchrun() and not is_slurm_task()
 
 
 def together_s() -> float:
@@ -104,8 +107,9 @@ def watch_signals(received: socket.socket) -> None:
 
 def leave_if_joining(number: int) -> None:
     """Ends a process that has had a signal and is still within `joining_others`: it has learned nothing yet,
-    and may wait for one that has left on the same signal."""
-    if notice.is_joining:
+    and may wait for one that has left on the same signal. Ranks of Lightning do not leave before they have
+    joined: it would kill those that are still to come."""
+    if notice.is_joining and not is_rank_of_lightning():
         if is_first_process():
             print(f"cpt: {Preempted(number)}", file=sys.stderr, flush=True)
         leave_process(GO_ON)
@@ -114,7 +118,9 @@ def leave_if_joining(number: int) -> None:
 @contextmanager
 def joining_others() -> Iterator[None]:
     """Inside the context the process waits in a library, for up to half an hour, until the others that a
-    launcher has started are there. Python's handlers of signals wait as long: `watch_signals` acts on one."""
+    launcher has started are there. Python's handlers of signals wait as long: `watch_signals` acts on one. A
+    signal that has come before, and whose exception a library dropped, acts now."""
+    notice.leave_if_possible()
     notice.is_joining = True
     try:
         yield

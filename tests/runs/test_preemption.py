@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from cpt import status
-from cpt.core.preemption import GO_ON, notice
+from cpt.core.preemption import GO_ON, Preempted, joining_others, notice
 from cpt.trainer import lightning
 from tests.conftest import ROOT, SMALL
 from tests.runs.reading import command, read_scores, start_and_kill
@@ -201,20 +201,47 @@ def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
     assert process.returncode == 128 + signal.SIGINT
 
 
-def test_a_process_that_waits_for_the_others_at_the_start_leaves_on_a_signal():
+def signal_while_joining(*, waiting_s, variables):
+    """A process with these environment variables that waits for others and has a signal; its exit code, and
+    what it said."""
     joining = WAITING.replace("defer_signals", "joining_others")
     joining = f"from cpt.core import preemption\npreemption.JOINING_S = 0.5\n{joining}"
     with subprocess.Popen(
-        [sys.executable, "-c", joining], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", joining],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+            process.wait(waiting_s)
         process.kill()
         message = process.stderr.read()
-    assert process.returncode == GO_ON
+    return process.returncode, message
+
+
+@pytest.mark.parametrize("variables", [{}, {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}])
+def test_a_process_that_waits_for_the_others_at_the_start_leaves_on_a_signal(variables):
+    code, message = signal_while_joining(waiting_s=20, variables=variables)
+    assert code == GO_ON
     assert message == "cpt: stopped by SIGTERM; run the same command again to continue\n"
+
+
+def test_a_rank_that_lightning_started_joins_the_others_before_it_leaves():
+    code, message = signal_while_joining(waiting_s=3, variables={"LOCAL_RANK": "1"})
+    assert (code, message) == (-signal.SIGKILL, "")
+
+
+def test_a_signal_whose_exception_a_library_dropped_acts_before_the_others_are_joined(monkeypatch):
+    monkeypatch.setattr(notice, "number", signal.SIGTERM)
+    with pytest.raises(Preempted), joining_others():
+        pytest.fail("it waits for others")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # Lightning would kill the others
+    with joining_others():
+        assert notice.is_joining
 
 
 def test_the_process_group_is_joined_where_signals_are_heeded(monkeypatch):
