@@ -4,11 +4,12 @@ import hashlib
 import json
 import operator
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 PACKAGE = Path(__file__).parents[1]
 # Within the package once that is installed, next to it in a checkout.
@@ -98,6 +99,7 @@ PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep
 # cpt.tune searches.
 SEARCH = "search"
 CHOICE_KEYS = ("name", "lr_multiplier", SEARCH)
+MULTIPLIER = "method.lr_multiplier"  # of model.lr, in the interpolation of conf/ for optim.lr
 
 
 @cache
@@ -128,6 +130,14 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def ignores_multiplier(cfg: DictConfig) -> bool:
+    """Whether optim.lr is given in a way, like a number, that does not depend on the method's multiplier."""
+    changed = deepcopy(cfg)
+    with read_write(changed):
+        OmegaConf.update(changed, MULTIPLIER, -1, force_add=True)
+    return bool(changed.optim.get("lr") == cfg.optim.get("lr"))
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def find_silent_host() -> str | None:
     """The host of the Hub if it has no address. None also where only the client itself can tell: offline by
     HF_HUB_OFFLINE, or with a proxy, which looks up the address itself."""
     host = urlsplit(constants.ENDPOINT).hostname
-    if constants.HF_HUB_OFFLINE or host is None or getproxies() or has_address(host):
+    has_proxy = bool(getproxies().keys() - {"no"})  # `no` lists the hosts that are asked without one
+    if constants.HF_HUB_OFFLINE or host is None or has_proxy or has_address(host):
         return None
     return host
 

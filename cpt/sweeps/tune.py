@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.config import SEARCH, flatten
+from cpt.core.config import MULTIPLIER, SEARCH, flatten, ignores_multiplier
 from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from cpt.reporting.tuning import FinalRun, Trial
 
 log = logging.getLogger(__name__)
-MULTIPLIER = "method.lr_multiplier"  # conf/ interpolates it into optim.lr
 ANY = "*"  # a part of a key of `search` that stands for any name, as of the sources of replay
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
 
@@ -210,7 +209,7 @@ class TuneSweeper(OptunaSweeper):
 
         fixed_keys = {line.lstrip("+").partition("=")[0] for line in fixed}
         space = {key: override for key, override in find_space(cfg).items() if key not in fixed_keys}
-        has_rate = "optim.lr" in searched or not OmegaConf.is_interpolation(cfg.optim, "lr")
+        has_rate = "optim.lr" in {*space, *searched} or ignores_multiplier(cfg)
         if has_rate and space.pop(MULTIPLIER, None) is not None:
             log.info(
                 "Not searched for %s: %s, which has no effect where optim.lr is given", label, MULTIPLIER

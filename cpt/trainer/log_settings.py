@@ -386,7 +386,7 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     yield from find_ineffective_replay(plan)
     multiplier = plan.ignored_rate
     if multiplier not in (None, 1):
-        yield f"method.lr_multiplier={multiplier}: optim.lr is a number (model.lr=… is multiplied by it)"
+        yield f"method.lr_multiplier={multiplier}: optim.lr is given (by default, model.lr times it)"
     if options.offload_method_state and (not keeps_weights(module) or machine.device.type == "cpu"):
         yield f"trainer.offload_method_state=true: {method} keeps no weights, or the device is a CPU"
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from cpt.adapters.options import LayerLoRAOptions, Routing
-from cpt.core.config import digest, identity, plain_config
+from cpt.core.config import digest, identity, ignores_multiplier, plain_config
 from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.run_command import format_install_command
@@ -54,7 +54,7 @@ class Plan(Sections):
     rounding: str  # of steps to weights: stochastic, nearest
     endtasks: FinetunePlan | None
     config_hash: str  # of what decides the result
-    ignored_rate: float | None  # method.lr_multiplier, where optim.lr is given as a number
+    ignored_rate: float | None  # method.lr_multiplier, where optim.lr does not depend on it
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
@@ -176,8 +176,6 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     order = orders.resolve_order(
         sections.run.order, names=source.domains, orders=source.named_orders, seed=sections.run.seed
     )
-    # conf/ interpolates the multiplier of the method into the rate, so that a given rate ignores it.
-    has_rate = not OmegaConf.is_interpolation(cfg.optim, "lr")
     plan = Plan(
         **vars(sections),
         settings=redact(with_choices(hide_environment(cfg), max_tokens, rounding)),
@@ -191,7 +189,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
         rounding=rounding,
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_hash=digest(identity(redact(settings))),
-        ignored_rate=cfg.method.get("lr_multiplier", 1) if has_rate else None,
+        ignored_rate=cfg.method.get("lr_multiplier", 1) if ignores_multiplier(cfg) else None,
     )
     check_evaluations(plan)
     check_conflicts(plan)

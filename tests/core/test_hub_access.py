@@ -103,6 +103,8 @@ def test_what_needs_no_network_or_may_have_one_is_left_to_the_client(lookups, mo
 
     assert find_missing_host("huggingface_hub.constants.HF_HUB_OFFLINE", True) is None
     assert find_missing_host("cpt.core.hub_access.getproxies", lambda: {"https": "http://proxy"}) is None
+    without_proxy = find_missing_host("cpt.core.hub_access.getproxies", lambda: {"no": "localhost"})
+    assert without_proxy == "huggingface.co"
     assert find_missing_host("cpt.core.hub_access.is_in_hub_cache", lambda name, kind: True) is None
     assert find_missing_host("socket.getaddrinfo", lambda host, port: ["an address"]) is None
 

@@ -180,13 +180,21 @@ def test_a_single_file_is_of_the_split_that_its_name_says(tmp_path, caplog):
         assert MixedReader("a", make_source(path=str(path), split=split)).find_files() == [path]
     assert caplog.messages == []
 
-    assert MixedReader("a", make_source(path=str(path))).find_files() == [path]
+    for _ in range(2):  # said once
+        assert MixedReader("a", make_source(path=str(path))).find_files() == [path]
     assert caplog.messages == [f"Training on {path} (replay.sources.a), which is held out by its name: test"]
     plain_path = tmp_path / "chats.txt"
     plain_path.write_text("One.\n")
-    for wrong_path, split in ((path, "valid"), (plain_path, "test")):
-        with pytest.raises(InvalidOptionError, match=f"sources.a.split={split} is invalid: .* train"):
+    for wrong_path, split, reason in (
+        (path, "valid", "of test by its name"),
+        (plain_path, "test", "whose name says no split"),
+    ):
+        with pytest.raises(
+            InvalidOptionError, match=f"sources.a.split={split} is invalid: .*{reason}. .* train"
+        ):
             MixedReader("a", make_source(path=str(wrong_path), split=split)).find_files()
+    with pytest.raises(InvalidOptionError, match=r"split=train\[:9\] is invalid: no part .*max_documents=N"):
+        make_source(path=str(tmp_path), split="train[:9]")  # of which all would be read
 
 
 def test_names_and_options_without_effect_are_refused():

@@ -445,7 +445,12 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
         "method.lr_multiplier",
         "model.lr",
     ]
-    assert read_candidate("method=lora", "optim.lr=3e-4").space == {}
+    for rate in ("3e-4", "${model.lr}", "'${times:2,${model.lr}}'"):
+        assert read_candidate("method=lora", f"optim.lr={rate}").space == {}
+    twice = "optim.lr='${times:2,${times:${model.lr},${method.lr_multiplier}}}'"
+    assert list(read_candidate("method=lora", twice).space) == ["method.lr_multiplier"]
+    space_of_rate = "+optim.search.lr=[log,1e-5,1e-2]"
+    assert list(read_candidate("method=lora", space_of_rate).space) == ["optim.lr"]
     caplog.set_level("INFO")
     assert list(read_candidate("method=lora", "optim.lr=interval(1e-4,1e-2)").space) == ["optim.lr"]
     assert caplog.messages[-1].startswith("Not searched for lora: method.lr_multiplier")

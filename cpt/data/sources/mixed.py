@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import DELAY, progress_bar
-from cpt.core.messages import count_noun
+from cpt.core.messages import count_noun, log_once
 from cpt.core.schema import BelowOne, Count, Options, Positive, Text, config, option
 from cpt.data.sources.base import EXAMPLES, TEXT
 from cpt.data.sources.chats import CHATS_FORMAT, IgnoredKeys, read_chat
@@ -98,6 +98,13 @@ class MixedSource(Options):
         if self.is_local and self.config is not None:
             raise InvalidOptionError(
                 "config", self.config, reason=f"{self.path} is on this machine", allowed="null"
+            )
+        if self.is_local and "[" in self.split:
+            raise InvalidOptionError(
+                "split",
+                self.split,
+                reason="no part of a split is read of files",
+                allowed="the whole split, with max_documents=N for its first documents",
             )
         if self.ratio is None and self.end_ratio is not None:
             raise InvalidOptionError(
@@ -282,16 +289,19 @@ class MixedReader:
     def check_split_of_file(self, path: Path) -> None:
         """Raises ValueError for a split that the name of the only file does not say, and logs held-out text
         that is trained on. Text without a split in its name is training text."""
-        split = split_of(Path(path.name)) or TRAIN
+        named_split = split_of(Path(path.name))
+        split = named_split or TRAIN
         if self.file_split not in (TRAIN, split):
+            description = f"of {split} by its name" if named_split else "whose name says no split"
             raise InvalidOptionError(
                 f"{self.section}.split",
                 self.options.split,
-                reason=f"{path} is one file, of {split} by its name",
+                reason=f"{path} is one file, {description}",
                 allowed=f"{TRAIN}, or a folder",
             )
-        if split != self.file_split:
-            log.warning("Training on %s (%s), which is held out by its name: %s", path, self.section, split)
+        if split != self.file_split:  # once: the files are looked for when they are checked, and when read
+            message = f"Training on {path} ({self.section}), which is held out by its name: {split}"
+            log_once(log, message, level=logging.WARNING)
 
     @property
     def file_split(self) -> str:
