@@ -377,12 +377,13 @@ def readable_errors(code: int = 1) -> Iterator[None]:
 
 
 def raise_preemption(error: BaseException | None) -> None:
-    """Raises the Preempted that an error was raised from: a compiled library that a signal stops while it is
-    imported raises `ImportError: initialization failed` from it."""
+    """Raises the Preempted that an error comes from: a compiled library that a signal stops while it is
+    imported raises `ImportError: initialization failed` from it, and what imports the library may raise an
+    error of its own."""
     while error is not None:
         if isinstance(error, Preempted):
             raise error
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
 
 
 def describe_oom(error: BaseException | None) -> str:

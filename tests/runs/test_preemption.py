@@ -271,7 +271,12 @@ def test_a_signal_while_libraries_are_read_in(mode):
 
 @pytest.mark.parametrize(
     "statement",
-    ["import compiled", "load_target('compiled.Mine')", "options_class('compiled.Mine', section='method')"],
+    [
+        "import compiled",
+        "try: import compiled\nexcept ImportError: raise RuntimeError('install compiled')",
+        "load_target('compiled.Mine')",
+        "options_class('compiled.Mine', section='method')",
+    ],
 )
 def test_a_signal_while_a_compiled_library_is_initialized_is_no_error_of_an_option(statement):
     completed = subprocess.run(
