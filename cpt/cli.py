@@ -235,7 +235,7 @@ def wrong_list_error(argument: str, group: str, choices: Sequence[str]) -> Value
     allowed = f"a choice of conf/{group}"
     if choices:
         allowed = f"{group}={choices[0]}"
-    if len(choices) > 1:
+    if len(choices) > 1 and not group.startswith("hydra/"):  # one launcher, and one sweeper, for all runs
         allowed += f", -m {group}={','.join(choices)} for a run of each"
     return ValueError(f"{argument} is invalid: a run has one choice of {group}. Allowed: {allowed}")
 

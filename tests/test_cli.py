@@ -10,7 +10,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt import __version__
-from cpt.cli import check_assignments, check_flags, keep_text, to_hydra
+from cpt.cli import check_assignments, check_command_line, check_flags, keep_text, to_hydra
 from cpt.core.output import UNREAD
 from tests.conftest import ROOT
 from tests.support.forked_scripts import run_script
@@ -103,6 +103,11 @@ def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch)
     assert groups - set(words) == {"hydra", "routing", "trainer"}
     assert "\n  cpt -m method=" in process.stdout
     assert call("--version", cwd=tmp_path).stdout == f"cpt {__version__}\n"
+
+
+def test_a_list_of_launchers_is_no_sweep_over_them():
+    with pytest.raises(ValueError, match="one choice of hydra/launcher. Allowed: hydra/launcher=processes$"):
+        check_command_line(["hydra/launcher=[processes,submitit_slurm]"])
 
 
 def test_a_flag_between_options_is_named():
