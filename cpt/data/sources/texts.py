@@ -163,16 +163,25 @@ class Texts(Source):
                 format_value(idle_patterns),
             )
         if general_folder is None:
-            no_folder = f"{self.root} has no folder {self.general}"
-            similar_names = [name for name in self.names if name.lower() == str(self.general).lower()]
-            if similar_names:
-                name = similar_names[0]
-                no_folder += f"; {name} is a domain, and domains.general={name} makes it the general text"
-            log_general_docs(no_folder if self.general else "domains.general=null")
+            log_general_docs(self.describe_no_general())
         split_names = [name for name in order if set(split_words(name)) - {"train"}]
         if split_names:
             message = "Training on folders that are named as held-out text, as domains of their own: %s"
             log.warning(message, ", ".join(split_names[:MAX_SHOWN]))
+
+    def describe_no_general(self) -> str:
+        """Why no folder has the general text, with a domain that may have been meant."""
+        if not self.general:
+            return "domains.general=null"
+        folder = Path(self.root) / self.general
+        if folder.exists():
+            return f"domains.ignore leaves out {folder}"
+        reason = f"{self.root} has no folder {self.general}"
+        for name in self.names:
+            is_next_to_it = folder.with_name(name).is_dir()  # else domains.general has no word for it
+            if is_next_to_it and name.lower() == self.general.lower():
+                return f"{reason}; {name} is a domain, and domains.general={name} makes it the general text"
+        return reason
 
     def log_idle_options(self, order: Sequence[str], files: Mapping[Path, Sequence[Path]]) -> None:
         """Logs options for tables where no text is in one, and those for plain files likewise. `files`: as of

@@ -6,6 +6,7 @@ import json
 import logging
 import lzma
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -134,6 +135,19 @@ def test_general_text_that_nobody_has_chosen_is_named(option, reason, tmp_path, 
     caplog.clear()
     open_texts(tmp_path).check(["a"])
     assert not [message for message in caplog.messages if message.startswith("General text: ")]
+
+
+def test_why_no_folder_has_the_general_text_is_true_of_each_folder(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    for name in ("data/law", "data/General", GENERAL):
+        write(tmp_path / name / "x.txt", "One.\n")
+    open_texts(tmp_path, ignore=[GENERAL], folder="data").check(["law"])
+    assert f"numpy (domains.ignore leaves out {tmp_path / GENERAL})" in caplog.text
+
+    shutil.rmtree(tmp_path / GENERAL)
+    caplog.clear()
+    open_texts(tmp_path, folder="data").check(["law"])  # domains.general=General would be no folder of root
+    assert f"numpy ({tmp_path} has no folder general)" in caplog.text
 
 
 def test_a_folder_below_root_without_domains_is_named(tmp_path):
