@@ -1,6 +1,7 @@
 """What of a config is not shown: secrets, by the names of their keys and by their form, and values that come
 from environment variables."""
 
+import functools
 import hashlib
 import os
 import re
@@ -164,6 +165,7 @@ WEBHOOKS = re.compile(
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[\w.-]+\}(?:\$\{oc\.env:[\w.-]+\})*#([0-9a-f]{8})")
 
 
+@functools.lru_cache(maxsize=10_000)  # the few keys of a config are asked for many times
 def is_secret(key: str) -> bool:
     """Whether the value of a key is a secret, by the end of its last part."""
     name = key.rpartition(".")[2]

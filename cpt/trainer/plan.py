@@ -176,10 +176,11 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     order = orders.resolve_order(
         sections.run.order, names=source.domains, orders=source.named_orders, seed=sections.run.seed
     )
+    resolved = redact(settings)
     plan = Plan(
         **vars(sections),
         settings=redact(with_choices(hide_environment(cfg), max_tokens, rounding)),
-        resolved=redact(settings),
+        resolved=resolved,
         names=names,
         order=order,
         budget=Budget(
@@ -188,7 +189,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
         carry=resolve_carry(settings["optim"].get("state_across_domains", "none")),
         rounding=rounding,
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
-        config_hash=digest(identity(redact(settings))),
+        config_hash=digest(identity(resolved)),
         ignored_rate=cfg.method.get("lr_multiplier", 1) if ignores_multiplier(cfg) else None,
     )
     check_evaluations(plan)

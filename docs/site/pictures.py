@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hydra.utils import instantiate
+from matplotlib.axes import Axes
+from omegaconf import OmegaConf
 from PIL import Image
 
 from cpt import report
 from cpt.core.messages import count_noun
 from cpt.evaluation.scores import Scores
+from cpt.optim.schedulers import Progress, Schedule
 from cpt.reporting.comparison_figures import draw_plane
 from cpt.reporting.drawing import SERIES, make_figure, make_png
 from cpt.reporting.run_figures import draw_chat_losses
 from cpt.reporting.tuning import Trial, TunedMethod, draw_searches
 
 DOCS = Path(__file__).resolve().parents[1]
+SCHEDULES = DOCS.parent / "conf" / "lr_scheduler"
 IMAGES = DOCS / "images"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 STUDY = RESULTS / "studies" / "default_domains.jsonl.gz"
@@ -45,6 +50,22 @@ MEMORY_OF_A_GPU = 80  # GB, of an H100
 CAPTION = {"loc": "left", "fontsize": 10}
 GREEN, RED, ORANGE, GREY = "#009E73", "#D55E00", "#E69F00", "0.6"
 SHOWN_GATE = ("--min-gain 0.05", "--max-forgetting 0.02")  # of the options of the recorded check
+# Panels of the schedules, each with options that differ from those of conf/.
+SCHEDULE_PANELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear (default)": ("linear", {}),
+    "cosine": ("cosine", {}),
+    "constant": ("constant", {}),
+    "rewarm peaks=[1,0.5]": ("rewarm", {"peaks": [1, 0.5]}),
+    "once": ("once", {}),
+    "decayed": ("decayed", {}),
+    "infinite": ("infinite", {}),
+    "infinite anneal=0.2": ("infinite", {"anneal": 0.2}),
+    "wsd": ("wsd", {}),
+    "rsqrt": ("rsqrt", {}),
+    "rsqrt across=true": ("rsqrt", {"across": True}),
+    "autoregressive": ("autoregressive", {}),
+}
+DRAWN_DOMAINS, DRAWN_STEPS = 3, 200
 USES = {  # of the plan, in the order of the bars
     "weights": "weights",
     "gradients": "gradients",
@@ -353,6 +374,52 @@ def draw_resume() -> bytes:
     return make_png(figure, description="Training loss of a killed and resumed run")
 
 
+def draw_schedules() -> bytes:
+    """The factor of the peak rate at each step of three domains, for each schedule."""
+    figure = make_figure((8.5, 5.2))
+    panels = figure.subplots(3, 4, sharex=True, sharey=True)
+    for axes, (title, (name, changes)) in zip(panels.flat, SCHEDULE_PANELS.items(), strict=True):
+        config = OmegaConf.merge(OmegaConf.load(SCHEDULES / f"{name}.yaml"), changes)
+        draw_schedule(axes, instantiate(config, _convert_="all"))
+        axes.set_title(title, **CAPTION, family="monospace")
+
+    for axes in panels[:, 0]:
+        axes.set_ylabel("factor")
+    middles = [DRAWN_STEPS * (domain + 0.5) for domain in range(DRAWN_DOMAINS)]
+    for axes in panels[-1]:
+        axes.set_xticks(middles, range(1, DRAWN_DOMAINS + 1))
+        axes.set_xlabel("domain")
+    return make_png(figure, description="Learning-rate schedules over three domains")
+
+
+def draw_schedule(axes: Axes, schedule: Schedule) -> None:
+    """The factors over three domains. A decay that the next domain does not continue is dashed."""
+    for domain in range(DRAWN_DOMAINS):
+        steps = list(range(DRAWN_STEPS))
+        factors = [schedule(drawn_progress(domain, step)) for step in steps]
+        positions = [domain * DRAWN_STEPS + step for step in steps]
+        branch = schedule.branch_step(DRAWN_STEPS) if schedule.branches else DRAWN_STEPS
+        axes.plot(positions[:branch], factors[:branch], color=SERIES[0], linewidth=1.8)
+        axes.plot(positions[branch - 1 :], factors[branch - 1 :], ":", color=SERIES[1], linewidth=1.8)
+        if domain > 0:
+            axes.axvline(domain * DRAWN_STEPS, color="0.85", linewidth=0.8, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    axes.set(xlim=(0, DRAWN_DOMAINS * DRAWN_STEPS), ylim=(0, 1.05), yticks=[0, 0.5, 1])
+
+
+def drawn_progress(domain: int, step: int) -> Progress:
+    return Progress(
+        step=step,
+        steps=DRAWN_STEPS,
+        domain=domain,
+        domains=DRAWN_DOMAINS,
+        total_step=domain * DRAWN_STEPS + step,
+        total_steps=DRAWN_DOMAINS * DRAWN_STEPS,
+        first_domain_steps=DRAWN_STEPS,
+    )
+
+
 PICTURES: dict[str, Callable[[], bytes]] = {
     "methods-plane": draw_methods,
     "encoder-plane": draw_encoder,
@@ -364,6 +431,7 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "orders": draw_orders,
     "gate": draw_gate,
     "resume": draw_resume,
+    "schedules": draw_schedules,
 }
 
 
