@@ -70,7 +70,7 @@ def test_no_file_is_read_that_could_bring_code():
     for keyword in ("allow_pickle", "shell", "allow_all_kernels"):
         assert [call for call in calls if call.keywords.get(keyword, "False") != "False"] == []
     loaders = {call.keywords.get("Loader") for call in calls if call.function == "yaml.load"}
-    assert loaders <= {"Loader"}  # cpt.reporting.load_runs: CSafeLoader or SafeLoader
+    assert loaders <= {"Loader"}  # cpt.core.files: CSafeLoader or SafeLoader
     unsafe_functions = {"yaml.unsafe_load", "yaml.full_load", "eval", "os.system"}
     assert unsafe_functions.isdisjoint(call.function for call in calls)
 

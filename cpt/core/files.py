@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+import yaml
 from filelock import FileLock, Timeout
 
 from cpt.core.exceptions import InvalidOptionError
@@ -28,7 +29,16 @@ TORCH_ERROR = re.compile(r"PytorchStreamWriter|inline_container")
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the size of a file
 FREE_SPACE_SUFFIX = "bytes free"
 SIZE_LIMIT_SUFFIX = "in a file"
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 ChecksumTable = dict[str, tuple[int, str]]  # size and hash of files, by their path within a folder
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file, None if there is no such file. Raises OSError, UnicodeDecodeError and
+    yaml.YAMLError."""
+    if not path.exists():
+        return None
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
 
 
 def sync(path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 import cpt
+from cpt.core.files import read_yaml
 
 
 def find_program_words(root: Path | None = None) -> list[str]:
@@ -42,7 +43,7 @@ def find_given_folder(run: Path) -> list[str]:
 def read_hydra_settings(run: Path) -> dict[str, Any]:
     """Hydra's own settings of the last start; empty if they are missing or damaged."""
     try:
-        settings = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
+        settings = read_yaml(run / ".hydra" / "hydra.yaml")
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     if not isinstance(settings, dict) or not isinstance(settings.get("hydra"), dict):

@@ -17,6 +17,7 @@ import yaml
 from cpt.core.cache import PARTIAL
 from cpt.core.config import NEUTRAL_VALUES, digest, drop_neutral_values, flatten
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.files import read_yaml
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
 from cpt.evaluation.scores import Scores, find_conditions
@@ -49,7 +50,6 @@ PROTOCOLS = {  # config group: values it decides
     "divergence": ("divergence/",),
 }
 NO_PROTOCOL = ("root", "folder", "path", "cache", "eval_batch_size")  # options of a protocol that decide none
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 Pair = tuple[tuple[str, ...], int]  # order and seed
 
 
@@ -91,7 +91,7 @@ class MeasuredRun:
     def config(self) -> dict[str, Any]:
         """The leaves of config.yaml; empty without the file."""
         try:
-            tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
+            tree = read_yaml(self.folder / "config.yaml")
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
         return dict(flatten(tree)) if isinstance(tree, dict) else {}

@@ -11,12 +11,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from pandas import DataFrame
 
 from cpt.core.config import flatten, is_execution_key
-from cpt.core.files import write_atomically
+from cpt.core.files import read_yaml, write_atomically
 from cpt.core.run_command import find_config_folders, find_program_words
 from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
@@ -308,7 +307,3 @@ def make_markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> s
 def hide_paths(value: Any, public_names: Collection[str]) -> str:
     """The value as text, without local paths and addresses."""
     return "<path>" if PATH.search(str(value)) and value not in public_names else str(value)
-
-
-def read_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None

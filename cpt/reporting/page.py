@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -128,6 +128,13 @@ def write_page(
     return page
 
 
+@functools.cache
+def load_template(name: str) -> jinja2.Template:
+    """A template of the pages. To compile it takes longer than to fill it in."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+    return environment.get_template(name)
+
+
 def render_html(
     blocks: Sequence[Block],
     *,
@@ -138,8 +145,7 @@ def render_html(
     """The page. It loads nothing: its policy forbids that, and any script but its own, which has a hash.
 
     `picture_files`: by block, the files in the folder of the page that have its picture."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-    template = environment.get_template("report.html.j2")
+    template = load_template("report.html.j2")
     style = (TEMPLATES / "report.css.j2").read_text()
     script = (TEMPLATES / "report.js.j2").read_text()
     script = re.sub(r"^\s+|/\*.*?\*/\n?", "", script, flags=re.M | re.S)  # no indents, no comments
@@ -157,7 +163,7 @@ def render_html(
         split=separate_interval,
         cell_class=choose_cell_class,
         group_topics=group_topics,
-        dumps=partial(json.dumps, ensure_ascii=False),
+        dumps=functools.partial(json.dumps, ensure_ascii=False),
     )
 
 
