@@ -245,6 +245,14 @@ def test_lists_of_messages_and_of_calls_may_be_json_in_texts():
     calls[1] = assistant("", function_call=json.dumps({"name": "w", "arguments": {"city": "Paris"}}))
     assert read(calls).turns[1].details["tool_calls"][0]["function"]["name"] == "w"
 
+    # Tables of texts have `null` for what a row lacks.
+    answer = assistant("yes", tool_calls="null", function_call="null")
+    row = {"messages": [user("hello"), answer], "tools": "null", "chat_template_kwargs": "null"}
+    plain_row = {"messages": [user("hello"), assistant("yes")]}
+    assert read_chat(row, "a.csv, row 1", IgnoredKeys()) == read_chat(plain_row, "row 1", IgnoredKeys())
+    calls[1] = assistant("", function_call=json.dumps({"name": "w", "arguments": "null"}))
+    assert read(calls).turns[1].details["tool_calls"][0]["function"]["arguments"] == {}
+
     for text in ("hello", "[1, 2]", '{"role": "user"}', "[" * 100_000):
         with pytest.raises(BadExampleError, match="'messages' is not a list of messages: .*JSON as a text"):
             read(text)

@@ -11,7 +11,7 @@ from typing import Any
 from cpt.core.messages import abbreviate
 from cpt.data.sources.examples import ASSISTANT, USER, BadExampleError, RawExample, Turn
 
-CHATS_FORMAT = 4  # part of stamps: raise it when other turns are read of the same files
+CHATS_FORMAT = 5  # part of stamps: raise it when other turns are read of the same files
 SYSTEM, TOOL = "system", "tool"
 # Who speaks, by the names that data sets give, in any case. Other roles are left to the chat template.
 ROLES = {
@@ -272,8 +272,9 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
     another form."""
     # OpenAI's older form is one call without a list, and some data sets have a single call without one.
     calls = parsed_json(message.get("tool_calls")) or []
-    if not calls and message.get(FUNCTION_CALL):
-        calls = [{"function": parsed_json(message[FUNCTION_CALL])}]
+    single_call = parsed_json(message.get(FUNCTION_CALL))
+    if not calls and single_call:
+        calls = [{"function": single_call}]
     if not isinstance(calls, list):
         calls = [calls]
 
@@ -287,6 +288,8 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
                 "a tool call without a name",
             )
         arguments = parsed_json(function.get("arguments") or {})
+        if arguments is None:  # the text `null`
+            arguments = {}
         if not isinstance(arguments, Mapping):
             raise BadExampleError(
                 f"{where}: the arguments of {function['name']} are no JSON object: {arguments!r:.60}. "
@@ -306,7 +309,7 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
 def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """The tools that a row offers to the assistant: `tools`, or OpenAI's older `functions`. Raises
     BadExampleError for tools of another form."""
-    tools = parsed_json(row.get("tools") or [])
+    tools = parsed_json(row.get("tools")) or []
     if not tools and row.get("functions"):
         functions = parsed_json(row["functions"])
         if isinstance(functions, list):
@@ -323,7 +326,7 @@ def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
 def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> dict[str, Any]:
     """The further variables that a row gives to the chat template, like `enable_thinking`. Counts those that
     cpt sets itself in `ignored_keys`. Raises BadExampleError where they are not an object."""
-    options = parsed_json(row.get(TEMPLATE_OPTIONS) or {})
+    options = parsed_json(row.get(TEMPLATE_OPTIONS)) or {}
     if not isinstance(options, Mapping):
         raise BadExampleError(
             f"{where}: {TEMPLATE_OPTIONS!r} is no object: {options!r:.60}. "

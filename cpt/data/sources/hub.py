@@ -158,8 +158,10 @@ class Hub(Source):
         num_read = 0
         for split, split_name in splits.items():
             position = f"{path} ({split_name})"
-            numbered_rows = self.progress(position, load(split_name))
-            rows = ((position, row) for row in name_row_errors(numbered_rows, section=section, path=path))
+            option = f"{section}.splits.{split}"
+            split_rows = open_split(load, split_name, option=option, split_names=split_names)
+            shown_rows = name_row_errors(self.progress(position, split_rows), section=section, path=path)
+            rows = ((position, row) for row in shown_rows)
             texts = column_texts(rows, entry.get("column") or self.column, partial(reject_record, bad))
             documents = clean_documents(texts, position, oddities=oddities)
             for text in islice(documents, max_documents):
@@ -232,6 +234,21 @@ def choose_splits(path: str, names: Sequence[str]) -> dict[str, str]:
     return {split: synonyms[0] for split, synonyms in by_split.items()}
 
 
+def open_split(
+    load: Callable[[str], Any], split_name: str, *, option: str, split_names: Sequence[str]
+) -> Iterable[Any]:
+    """The rows of a split. Raises ValueError, with the option, for one that is not among `split_names`, and
+    for a part of one that `datasets` does not understand."""
+    try:
+        return load(split_name)
+    except UnicodeDecodeError:  # of the rows
+        raise
+    except ValueError as error:
+        raise InvalidOptionError(
+            option, split_name, reason=find_cause_message(error).rstrip("."), allowed=", ".join(split_names)
+        ) from error
+
+
 def name_row_errors(rows: Iterable[Any], *, section: str, path: str) -> Iterator[Any]:
     """The rows of a data set. Raises ValueError, with its entry, for those that `datasets` does not read: it
     casts streamed rows to the types of the first ones, with errors of many classes."""
@@ -294,7 +311,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
 
     def load(split: str) -> Any:
         if split not in splits:
-            raise ValueError(f"domains.catalogue: {path} has no split {split}. Allowed: {', '.join(splits)}")
+            raise ValueError(f"{path} has no such split")
         return splits[split]
 
     return list(splits), load

@@ -13,6 +13,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.corpus import SPLITS, make_corpus
 from cpt.data.sources import hub
 from cpt.data.sources.base import GENERAL, stamp_of
@@ -292,6 +293,20 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     fingerprint = source.fingerprint("news")
     os.utime(changed_file, (1, 1))
     assert source.fingerprint("news") != fingerprint
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_split_that_a_data_set_does_not_have_is_named_with_its_entry(is_saved, streaming, tmp_path):
+    path = tmp_path / "saved"
+    if is_saved:
+        DatasetDict(train=Dataset.from_dict({"text": ["One."]})).save_to_disk(path)
+    else:
+        write_packed(path / "train.jsonl", '{"text": "One."}\n')
+    source = open_hub({"path": str(path), "splits": {"valid": "nope"}}, streaming=streaming)
+    expected = r"^domains\.catalogue\.news\.splits\.valid=nope is invalid: .* Allowed: train$"
+    with pytest.raises(InvalidOptionError, match=expected):
+        list(source.read("news"))
 
 
 @pytest.mark.parametrize(
