@@ -37,6 +37,7 @@ CHATS = RESULTS / "chats.json"
 TUNING = RESULTS / "studies" / "das6_tuning.json"
 SIX_DOMAINS = RESULTS / "studies" / "das6_mini.jsonl.gz"
 ENCODER = RESULTS / "studies" / "das6_mpnet.jsonl.gz"
+FOUR_TASKS = RESULTS / "studies" / "standard_cl_mini.jsonl.gz"
 GUIDE_RUNS = RESULTS / "guide_runs.json"
 
 DOMAINS = ["sympy", "networkx", "pandas"]  # of the study, in their order
@@ -47,6 +48,7 @@ NUM_TOKENS = 256_000  # of a stage
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PAGE_SIZE = (1366, 900)  # pixels
 MEMORY_OF_A_GPU = 80  # GB, of an H100
+DEVICES = {"h100": ("H100", 80), "4090": ("RTX 4090", 24)}  # name and GB of memory
 CAPTION = {"loc": "left", "fontsize": 10}
 GREEN, RED, ORANGE, GREY = "#009E73", "#D55E00", "#E69F00", "0.6"
 SHOWN_GATE = ("--min-gain 0.05", "--max-forgetting 0.02")  # of the options of the recorded check
@@ -374,6 +376,71 @@ def draw_resume() -> bytes:
     return make_png(figure, description="Training loss of a killed and resumed run")
 
 
+def draw_large_models() -> bytes:
+    """The memory of a GPU in each plan of an 8 B model, with the change by which it fits."""
+    plans = json.loads(PLANS.read_text(encoding="utf-8"))["plans"]
+    figure = make_figure((8.5, 4.2))
+    panels = figure.subplots(len(plans), sharex=True)
+    for axes, colour, entry in zip(panels, SERIES, plans, strict=False):
+        device, gigabytes = DEVICES[entry["device"]]
+        estimates = entry["plan"]["estimates"]
+        changes = [estimate["change"] for estimate in estimates]
+        axes.barh(range(len(changes)), [change["peak"] / 1e9 for change in changes], color=colour)
+        axes.axvline(gigabytes, color="black", linestyle="--")
+        has_long_bars = gigabytes == MEMORY_OF_A_GPU
+        text_start, text_colour = (0.7, "white") if has_long_bars else (gigabytes + 1, "black")
+        for row, change in enumerate(changes):
+            tokens = entry["plan"]["tokens_per_step"] / change["seconds"]["step"]
+            text = f"{name_overrides(change['overrides'])}; {tokens:,.0f} tokens/s"
+            axes.annotate(text, (text_start, row), va="center", fontsize=8, color=text_colour)
+        labels = [count_noun(estimate["devices"], "GPU") for estimate in estimates]
+        axes.set_yticks(range(len(estimates)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_title(f"{entry['model']}, {entry['run']}, {device} ({gigabytes} GB)", **CAPTION)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set(xlabel="GB on each GPU, computed", xlim=(0, MEMORY_OF_A_GPU + 2))
+    return make_png(figure, description="Memory of a GPU in plans of an 8 B model")
+
+
+def name_overrides(overrides: list[str]) -> str:
+    """Options without their sections: `gradient_checkpointing=true`."""
+    return ", ".join(override.rpartition(".")[2] for override in overrides)
+
+
+def draw_four_tasks() -> bytes:
+    """The accuracy of each method on four tasks, just after the training on each task and at the end."""
+    just_trained: dict[str, list[float]] = {}
+    final: dict[str, list[float]] = {}
+    for line in gzip.decompress(FOUR_TASKS.read_bytes()).splitlines():
+        scores = json.loads(line)
+        run = scores["run"]
+        if run["method"] == "joint":
+            continue
+        name = run["method"] if run["mask"] == "none" else f"{run['method']} + {run['mask']}"
+        tasks = scores["answers"]["tasks"]
+        matches = {task: tasks[task]["measures"]["exact_match"] for task in run["order"]}
+        diagonal = [matches[task][stage] for stage, task in enumerate(run["order"], start=1)]
+        just_trained.setdefault(name, []).append(100 * float(np.mean(diagonal)))
+        final.setdefault(name, []).append(100 * float(np.mean([row[-1] for row in matches.values()])))
+
+    names = sorted(final, key=lambda name: np.mean(final[name]))
+    figure = make_figure((8.5, 3.8))
+    axes = figure.add_subplot(axisbelow=True)
+    axes.grid(axis="x", color="0.9")
+    for row, name in enumerate(names):
+        start, end = np.mean(just_trained[name]), np.mean(final[name])
+        axes.plot([start, end], [row, row], color=GREY, linewidth=2, zorder=1)
+        axes.plot(start, row, "o", color="white", markeredgecolor=SERIES[0], markersize=9)
+        axes.plot(end, row, "o", color=SERIES[0], markersize=9)
+    axes.plot([], [], "o", color="white", markeredgecolor=SERIES[0], markersize=9, label="just trained")
+    axes.plot([], [], "o", color=SERIES[0], markersize=9, label="after all four tasks")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="accuracy, %, mean of nine runs", xlim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return make_png(figure, description="Accuracy just after each task and after all four")
+
+
 def draw_schedules() -> bytes:
     """The factor of the peak rate at each step of three domains, for each schedule."""
     figure = make_figure((8.5, 5.2))
@@ -432,6 +499,8 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "gate": draw_gate,
     "resume": draw_resume,
     "schedules": draw_schedules,
+    "large-models": draw_large_models,
+    "four-tasks": draw_four_tasks,
 }
 
 
