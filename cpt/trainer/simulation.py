@@ -593,7 +593,8 @@ class Simulation:
         return sum(stored.get(id(parameter), parameter.numel()) for parameter in parameters)
 
     def count_trained(self) -> int:
-        return trained_parameters(self.method)
+        """The parameters that are trained in this stage; 0 of a method without stages."""
+        return trained_parameters(self.method) if self.stages else 0
 
 
 def sum_bytes(tensors: Iterable[Tensor]) -> int:

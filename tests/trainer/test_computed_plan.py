@@ -183,6 +183,7 @@ def test_every_method_is_computed_or_refused_by_name(computed, method):
         return
     cost = computed(f"method={method}")
     assert all(estimate["peak"] > 0 for estimate in cost["estimates"])
+    assert (cost["trained_parameters"] == 0) == (method == "none")
     is_complete = not any("before or after a domain" in entry for entry in cost["not_included"])
     assert is_complete == (method not in ("agem", "das", "demix", "dga"))
 
