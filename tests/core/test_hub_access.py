@@ -52,6 +52,9 @@ def read_task():
 UNREAD = {
     f"--base={NAME} is invalid": lambda: load_own_tokenizer(NAME),
     f"domains.catalogue.news.path={NAME} is invalid": lambda: list(open_hub({"path": NAME}).read("news")),
+    f"domains.catalogue.(news).path={NAME} is invalid": lambda: [
+        *open_hub({"path": NAME, "data_files": "a.jsonl"}).read("news")
+    ],
     f"replay.sources.web.path={NAME} is invalid": lambda: [
         *MixedReader("web", make_source(path=NAME)).read("web")
     ],

@@ -301,7 +301,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
     if not is_saved:
         name = entry.get("name")
         files = split_files(entry)
-        if files is None:  # else `path` may say how files are read, like `json`
+        if files is None or "/" in path:  # with files, a single word says how they are read, like `json`
             check_data_set_access(path)
         load_split = partial(load_dataset, path, name, data_files=files, streaming=streaming)
         return get_dataset_split_names(path, name, data_files=files), lambda split: load_split(split=split)
