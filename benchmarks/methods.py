@@ -33,9 +33,9 @@ from common.subjects import StepCallback, fit
 from common.variants import DENSE, TARGETS, VARIANTS
 from lightning.pytorch.callbacks import Callback
 
-from cpt.data.collate import inputs_of
+from cpt.data.collate import select_inputs
 from cpt.methods.base import ContinualMethod
-from cpt.trainer.costs import original_names, stored_bytes, trained_parameters
+from cpt.trainer.costs import count_stored_bytes, count_trained_parameters, find_original_names
 
 CONF = ROOT / "conf"
 NCL = "ncl"
@@ -107,7 +107,7 @@ def measure_method(
 
 def dense_losses(module: ContinualMethod, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's own loss, whose head is computed at every position."""
-    return {"lm": module.model(**inputs_of(batch), labels=make_labels(module, batch)).loss}
+    return {"lm": module.model(**select_inputs(batch), labels=make_labels(module, batch)).loss}
 
 
 def measure_needs(module: ContinualMethod) -> dict[str, int]:
@@ -115,9 +115,9 @@ def measure_needs(module: ContinualMethod) -> dict[str, int]:
     buffers = size_extra_tensors(dict(module.named_buffers()))
     on_device = {"peak_device": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
     return {
-        "state": stored_bytes(module.state_dict(), original_names(module.model)),
+        "state": count_stored_bytes(module.state_dict(), find_original_names(module.model)),
         "held": sum(buffers.values()),
-        "trainable": trained_parameters(module),
+        "trainable": count_trained_parameters(module),
         **on_device,
     }
 

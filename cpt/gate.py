@@ -17,10 +17,10 @@ from cpt.core.output import run_program
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.chat_answers import (
     ChatAnswer,
+    compute_mean_losses,
     describe_faults,
     find_chat_rise,
     find_newly_broken,
-    mean_losses,
 )
 from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES, find_chat_file, load_answers, load_losses
 from cpt.evaluation.metrics import Change, Losses, compare_losses
@@ -125,8 +125,8 @@ def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) ->
         changes.append(
             BoundedChange(
                 text=name,
-                before=float(mean_losses(before.losses).mean()),
-                after=float(mean_losses(after.losses).mean()),
+                before=float(compute_mean_losses(before.losses).mean()),
+                after=float(compute_mean_losses(after.losses).mean()),
                 low=math.nan if low is None else low,
                 high=math.nan if high is None else high,
                 is_new=False,

@@ -20,9 +20,9 @@ from cpt.core.files import replacing
 from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.data.sources import hub, readers
-from cpt.data.sources.files import splits_by_name
+from cpt.data.sources.files import find_splits_by_name
 from cpt.data.sources.m2d2 import NOT_DOMAINS, parse_name
-from cpt.data.sources.tasks import read_json, read_records, text_field
+from cpt.data.sources.tasks import read_json, read_records, read_text_field
 
 COUNTS = ("domains", "train", "valid", "test", "MB")  # columns of the table
 
@@ -309,7 +309,7 @@ def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
     columns = {"text": "text", "label": "label"}
     rows: Iterable[tuple[str, Any]]
     if path.suffix == ".jsonl":
-        rows = readers.json_rows(path)
+        rows = readers.read_json_rows(path)
     else:
         content = read_json(path)
         if not isinstance(content, Mapping):
@@ -318,7 +318,9 @@ def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
         rows = ((f"{path}, {name}", row) for name, row in content.items())
 
     for number, (position, row) in enumerate(rows):
-        fields = {name: text_field(row, column, position, "LAYOUT=das6") for name, column in columns.items()}
+        fields = {
+            name: read_text_field(row, column, position, "LAYOUT=das6") for name, column in columns.items()
+        }
         yield {"id": f"{path.parent.name}-{path.stem}-{number}", "text_pair": "", **fields}
 
 
@@ -403,9 +405,9 @@ def read_domain(folder: Path) -> dict[str, Iterable[str]]:
 
     names, load = hub.open_set({"path": str(folder)}, streaming=False)
     splits: dict[str, Iterable[str]] = {}
-    for split, split_names in splits_by_name(names).items():
+    for split, split_names in find_splits_by_name(names).items():
         rows = ((str(folder), row) for row in load(split_names[0]))
-        splits[split] = join_lines(readers.texts_of(rows, "text"))
+        splits[split] = join_lines(readers.select_texts(rows, "text"))
     return splits
 
 

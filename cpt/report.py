@@ -126,7 +126,7 @@ def compare_folders(options: argparse.Namespace) -> int:
     if is_one_run(existing) and not asks_for_comparison(options):
         page = existing[0] / RUN_PAGE
     else:
-        stem = (options.out or existing[0]) / (options.name or comparison_name(options.where))
+        stem = (options.out or existing[0]) / (options.name or choose_comparison_name(options.where))
         stem.parent.mkdir(parents=True, exist_ok=True)
         page = write_page(
             [*heading, *blocks, *further_blocks, unread],
@@ -240,7 +240,7 @@ def tabulate_unfinished(unfinished: Sequence[MeasuredRun], started: Sequence[Pat
     return Block(title="Unfinished runs", head=head, cells=cells, num_word_columns=4)
 
 
-def comparison_name(filters: Sequence[str]) -> str:
+def choose_comparison_name(filters: Sequence[str]) -> str:
     """The base name of the files: a comparison of some runs does not replace that of all."""
     if not filters:
         return "comparison"
@@ -287,7 +287,7 @@ def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], 
     """Writes RUN-NAME and comparison-NAME as PNG, SVG and PDF. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     pages = {}
-    for name, run in zip(distinct_names(runs), runs, strict=True):
+    for name, run in zip(make_distinct_names(runs), runs, strict=True):
         pages[name] = run_page.build_blocks(run.folder, run.scores)
     comparison: list[Block] = []
     for section in sections:
@@ -302,7 +302,7 @@ def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], 
     return 0 if runs else 2
 
 
-def distinct_names(runs: Sequence[MeasuredRun]) -> list[str]:
+def make_distinct_names(runs: Sequence[MeasuredRun]) -> list[str]:
     """The names of the runs' folders; where two have one name, or one that of the comparison's pictures, all
     with the folders above them, and a number if this is still not distinct."""
     folders = [run.folder.resolve() for run in runs]

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")  # file names may be no text
 
-    absent = [printable(path) for path in options.folders if not path.is_dir()]
+    absent = [escape_controls(path) for path in options.folders if not path.is_dir()]
     if absent:
         allowed = "run folders, or folders that hold them"
         message = f"FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}"
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     runs = read_statuses(options.folders)
     if not runs:
-        print(f"cpt: no run in {', '.join(map(printable, options.folders))}", file=sys.stderr)
+        print(f"cpt: no run in {', '.join(map(escape_controls, options.folders))}", file=sys.stderr)
         return 1
 
     runs_by_state = Counter(run.state for run in runs)
@@ -204,16 +204,16 @@ def format_status(run: RunStatus) -> str:
     # The process of a run that has ended is of no use: another one may have its number.
     process = ""
     if run.process is not None and (is_active or run.state in ("silent", "stopped")):
-        process = f"{printable(run.process.host)}:{run.process.pid}"
+        process = f"{escape_controls(run.process.host)}:{run.process.pid}"
     percentage = "" if run.done is None else f"{math.floor(100 * run.done)} %"
-    details = ": ".join(filter(None, (phase, truncate(printable(run.why), MAX_WHY))))
-    name = "  ".join(filter(None, (printable(run.run), details)))
+    details = ": ".join(filter(None, (phase, truncate(escape_controls(run.why), MAX_WHY))))
+    name = "  ".join(filter(None, (escape_controls(run.run), details)))
     return ROW.format(run.state, percentage, remaining, age, process, name).rstrip()
 
 
 def format_phase(beat: Heartbeat, *, is_active: bool) -> str:
     """What a run does, for example `training (2/3) 40 %, 0:12`."""
-    phase = printable(beat.phase)
+    phase = escape_controls(beat.phase)
     if beat.stage:
         phase += f" ({beat.stage}/{beat.stages})"
     if beat.step is not None and beat.steps:
@@ -231,7 +231,7 @@ def format_age(seconds: float) -> str:
     return "0 s"
 
 
-def printable(text: object) -> str:
+def escape_controls(text: object) -> str:
     """A name or a message on one line, control characters escaped."""
     characters = []
     for character in str(text):

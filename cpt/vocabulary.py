@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from cpt.core.errors import find_reason, readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import new_folder, writing
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.messages import count_noun
 from cpt.core.naming import quote
 from cpt.core.output import run_program
@@ -32,10 +32,10 @@ from cpt.data.new_tokens import (
     encode_in_batches,
     extend_definition,
     learn_extension,
+    make_text_backend,
     make_word_rules,
-    text_backend,
 )
-from cpt.data.sources.files import find_text_files, split_of
+from cpt.data.sources.files import find_split, find_text_files
 from cpt.data.sources.readers import read_folder
 from cpt.models.extended_tokenizer import check_fit
 from cpt.models.loading import load_tokenizer
@@ -188,7 +188,7 @@ def has_named_splits(options: argparse.Namespace) -> bool:
     """Whether the names of files say what is held out."""
     folder = folder_of(options.corpus)
     files = find_text_files(folder, ignored=lambda path: is_ignored(path, options))
-    splits = {split_of(path.relative_to(folder)) for path in files.text}
+    splits = {find_split(path.relative_to(folder)) for path in files.text}
     return bool(splits & {"valid", "test"})
 
 
@@ -200,7 +200,7 @@ def count_words(
     rules = make_word_rules(tokenizer)
     num_documents = 0
     for encoding in encode_in_batches(
-        text_backend(tokenizer), read_training_text(options, held_out), size=BATCH
+        make_text_backend(tokenizer), read_training_text(options, held_out), size=BATCH
     ):
         words.add(encoding, rules)
         num_documents += 1
@@ -272,8 +272,8 @@ def measure_held_out(
     counts = Counter[int]()
     documents = with_progress(held_out.documents, total=held_out.num_bytes)
     pairs = zip(
-        encode_in_batches(text_backend(own_tokenizer), held_out.documents, size=BATCH),
-        encode_in_batches(text_backend(tokenizer), documents, size=BATCH),
+        encode_in_batches(make_text_backend(own_tokenizer), held_out.documents, size=BATCH),
+        encode_in_batches(make_text_backend(tokenizer), documents, size=BATCH),
         strict=True,
     )
     for before, after in pairs:
@@ -287,7 +287,9 @@ def measure_held_out(
 
 
 def with_progress(documents: Iterable[str], *, total: int) -> Iterator[str]:
-    with progress_bar("measuring", total=total, unit="B", scale=True, hidden=False, delay=DELAY) as progress:
+    with make_progress_bar(
+        "measuring", total=total, unit="B", scale=True, hidden=False, delay=DELAY
+    ) as progress:
         for document in documents:
             yield document
             progress.update(len(document))

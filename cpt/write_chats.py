@@ -24,11 +24,17 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from cpt.core.errors import find_reason, readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import LOCK, write_atomically, writing
-from cpt.core.heartbeat import progress_bar
+from cpt.core.heartbeat import make_progress_bar
 from cpt.core.messages import count_noun
 from cpt.core.naming import quote
 from cpt.core.output import run_program
-from cpt.data.chats import DEFAULT_TEMPLATE, RENDER_ERRORS, TEMPLATE_DATE, templates_of, with_date
+from cpt.data.chats import (
+    DEFAULT_TEMPLATE,
+    RENDER_ERRORS,
+    TEMPLATE_DATE,
+    read_chat_templates,
+    set_template_date,
+)
 from cpt.data.sources.chats import TEMPLATE_OPTIONS
 from cpt.data.sources.examples import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import TaskPrompt
@@ -223,7 +229,7 @@ def load_chat_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # whatever a class raises for files that it does not take
         raise tokenizer_error("MODEL", model, error, allowed="a whole checkpoint") from error
-    if DEFAULT_TEMPLATE not in templates_of(tokenizer):
+    if DEFAULT_TEMPLATE not in read_chat_templates(tokenizer):
         raise InvalidOptionError(
             "MODEL", model, reason="it has no chat template", allowed="an instruction-tuned model"
         )
@@ -233,7 +239,7 @@ def load_chat_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def check_template_options(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
     """Raises ValueError for variables that the chat template does not read: a name with a typing error would
     change nothing, and be stored with each chat."""
-    template = templates_of(tokenizer)[DEFAULT_TEMPLATE]
+    template = read_chat_templates(tokenizer)[DEFAULT_TEMPLATE]
     words = re.findall(r"\w+", template)
     for name in options.template_options:
         if name not in words:
@@ -250,7 +256,7 @@ def encode_prompts(
 ) -> list[TaskPrompt]:
     """The prompts as the model is asked them. Raises ValueError for one that the chat template does not
     take."""
-    template = with_date(templates_of(tokenizer)[DEFAULT_TEMPLATE], TEMPLATE_DATE)
+    template = set_template_date(read_chat_templates(tokenizer)[DEFAULT_TEMPLATE], TEMPLATE_DATE)
     questions = []
     for prompt in prompts:
         try:
@@ -343,7 +349,7 @@ def answer_questions(
 
     total = len(questions)
     label = f"answering {count_noun(total, 'prompt')}"
-    with progress_bar(label, total=total, initial=begin, unit="prompt", hidden=False) as progress:
+    with make_progress_bar(label, total=total, initial=begin, unit="prompt", hidden=False) as progress:
         for first in range(begin, total, options.batch_size):
             yield answer_questions_together(
                 model,

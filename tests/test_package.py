@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from cpt.core.config import CONF, flatten, plain_config
+from cpt.core.config import CONF, flatten, make_plain_config
 from cpt.reporting.published import PUBLISHED
 from tests.conftest import ROOT, SMALL
 
@@ -182,5 +182,5 @@ def test_the_bill_of_materials_has_a_license_of_every_dependency(capsys):
 
 
 def test_no_default_choice_is_in_contrib(composed):
-    targets = [value for key, value in flatten(plain_config(composed())) if key.endswith("_target_")]
+    targets = [value for key, value in flatten(make_plain_config(composed())) if key.endswith("_target_")]
     assert targets and [target for target in targets if str(target).startswith("cpt.contrib")] == []

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
-from cpt.data.collate import UNSCORED, Batch, labels_of
+from cpt.data.collate import UNSCORED, Batch, place_labels
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
@@ -149,7 +149,7 @@ def build_workload(cache: str, *overrides: str, shape: str = "roberta") -> Workl
 
 def make_labels(module: ContinualMethod, batch: Batch) -> torch.Tensor:
     """Labels [B, L] for the loss of transformers, which moves those of a causal model by one itself."""
-    labels = labels_of(batch)
+    labels = place_labels(batch)
     if module.objective.causal:
         labels = labels.roll(1, dims=1)
         labels[:, 0] = UNSCORED

@@ -18,7 +18,7 @@ from common.variants import QUICK
 from lightning.pytorch.callbacks import Callback
 
 from cpt.core.memory import keep_freed_blocks
-from cpt.data.collate import inputs_of
+from cpt.data.collate import select_inputs
 from cpt.data.options import Domain
 from cpt.loggers.loggers import LoggedRun, track
 from cpt.loggers.wandb_environment import WandbLabels
@@ -170,7 +170,7 @@ def train_dense(setup: TrainingSetup, timer: StepTimer) -> None:
     is the head."""
 
     def loss_of(module: Any, batch: Any) -> Any:
-        return module.model(**inputs_of(batch), labels=make_labels(module, batch)).loss
+        return module.model(**select_inputs(batch), labels=make_labels(module, batch)).loss
 
     run_loop(setup, timer, loss_of=loss_of)
 

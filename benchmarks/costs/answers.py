@@ -32,7 +32,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from cpt.data.collate import inputs_of, labels_of
+from cpt.data.collate import place_labels, select_inputs
 from cpt.data.corpora import Corpora
 from cpt.data.tokenized_tasks import TaskPrompt, read_examples
 from cpt.evaluation.task_answers import write_answers
@@ -106,7 +106,7 @@ def learn_theirs(setup: TaskSetup) -> tuple[PreTrainedModel, Times]:
     trainer = Seq2SeqTrainer(
         model=model,
         args=make_settings(max_steps=workload.steps, max_grad_norm=max_norm, per_device_train_batch_size=1),
-        train_dataset=[{**inputs_of(batch), "labels": labels_of(batch)} for batch in batches],
+        train_dataset=[{**select_inputs(batch), "labels": place_labels(batch)} for batch in batches],
         data_collator=lambda rows: rows[0],
         optimizers=workload.optimizer(model),
         callbacks=[StepCallback()],

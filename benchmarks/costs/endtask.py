@@ -31,7 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from cpt.core.heartbeat import progress_bar
+from cpt.core.heartbeat import make_progress_bar
 from cpt.evaluation import finetune as classifier
 from cpt.evaluation.finetune import EncodedExamples, FinetuneJob
 from cpt.evaluation.finetune_tasks import FinetuneOptions
@@ -108,7 +108,7 @@ def make_cpt_epoch(model: classifier.Classifier, job: FinetuneJob) -> Run:
     optimizer, schedule = classifier.make_optimizer(model, job)
 
     def run() -> None:
-        with progress_bar("cpt", total=job.steps, hidden=False) as bar:
+        with make_progress_bar("cpt", total=job.steps, hidden=False) as bar:
             for _ in classifier.train_epoch(model, job, optimizer, schedule, seed=SEED, epoch=1):
                 bar.update()
 

@@ -23,7 +23,7 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core.config import CONF
 from cpt.data.corpora import Corpora
 from cpt.data.sources.examples import read_example
-from cpt.evaluation.finetune import scores_of
+from cpt.evaluation.finetune import score_predictions
 from cpt.evaluation.finetune_tasks import LabelledExample, plan_endtasks
 from cpt.trainer.plan import make_plan
 
@@ -105,11 +105,11 @@ def score(train: Labelled, test: Labelled, *, metric: str) -> float:
         for fold in range(FOLDS):
             weights = fit(features[folds != fold], labels[folds != fold], len(classes), inverse)
             predictions[folds == fold] = predict(weights, features[folds == fold])
-        return scores_of(predictions, labels, len(classes))[metric]
+        return score_predictions(predictions, labels, len(classes))[metric]
 
     weights = fit(features, labels, len(classes), max(PENALTIES, key=validate))
     truth = torch.tensor([classes[label] for _, label in test])
-    return scores_of(predict(weights, vectors(test)), truth, len(classes))[metric]
+    return score_predictions(predict(weights, vectors(test)), truth, len(classes))[metric]
 
 
 def split_words(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cpt.evaluation.statistics import MAX_EXACT_PAIRS, SIGNIFICANCE_LEVEL, Difference, compare_pairs
-from cpt.evaluation.task_metrics import pick_final, score_array
+from cpt.evaluation.task_metrics import build_score_array, pick_final
 from cpt.reporting.contrasts import PairedContrast, correct_differences, read_contrasts
 from cpt.reporting.load_runs import MeasuredRun, Pair
 from cpt.reporting.sections import RunGroup, RunSection
@@ -170,7 +170,7 @@ def mean_accuracy(run: MeasuredRun, *, late: bool) -> float | None:
     if not endtasks or not {*names} <= {*endtasks["tasks"]}:
         return None
     by_task = dict(
-        zip(endtasks["tasks"], pick_final(score_array(endtasks, "accuracy")).mean(-1), strict=True)
+        zip(endtasks["tasks"], pick_final(build_score_array(endtasks, "accuracy")).mean(-1), strict=True)
     )
     return float(sum(by_task[name] for name in names) / NUM_END_DOMAINS)
 

@@ -14,8 +14,8 @@ import bag_of_words
 import claims
 import study
 
-from cpt.evaluation.task_metrics import headline_scores, pick_final
-from cpt.reporting.page import Block, markdown
+from cpt.evaluation.task_metrics import pick_final, select_headline_scores
+from cpt.reporting.page import Block, format_markdown
 from cpt.reporting.sections import RunGroup, RunSection
 
 SEEDS = "seed=0,1,2"
@@ -62,7 +62,7 @@ def write_parts(section: RunSection) -> Iterator[str]:
         yield tabulate_tasks(section, bag_scores[experiment])
 
     cells = claims.tabulate_claims(section, claims.ON_TEXT)
-    yield markdown(
+    yield format_markdown(
         Block(title="Published claims", head=claims.HEAD, cells=cells, num_word_columns=2), picture=""
     )
     measures = {
@@ -89,7 +89,7 @@ def tabulate_tasks(section: RunSection, bag_scores: Mapping[str, float]) -> str:
     for task in bag_scores:
         cells.append([task, *(f"{100 * column[task]:.1f}" for column in columns.values())])
     title = "Downstream tasks: each task's own metric, %"
-    return markdown(Block(title=title, head=["task", *columns], cells=cells), picture="")
+    return format_markdown(Block(title=title, head=["task", *columns], cells=cells), picture="")
 
 
 def mean_final_scores(group: RunGroup) -> dict[str, float]:
@@ -97,7 +97,7 @@ def mean_final_scores(group: RunGroup) -> dict[str, float]:
     by_task: dict[str, list[float]] = {}
     for run in group.runs:
         endtasks = run.scores.endtasks
-        finals = pick_final(headline_scores(endtasks)).mean(-1)
+        finals = pick_final(select_headline_scores(endtasks)).mean(-1)
         for task, final in zip(endtasks["tasks"], finals, strict=True):
             by_task.setdefault(task, []).append(final)
     return {task: fmean(finals) for task, finals in by_task.items()}

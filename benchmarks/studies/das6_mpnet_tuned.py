@@ -19,7 +19,7 @@ import study
 from das6_tuned import METHODS, format_options, read_searches
 
 from cpt.reporting.load_runs import MeasuredRun
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 
 BUDGET = 4
 SIZE = ["trainer.steps=8", "trainer.importance_samples=64", "eval.max_tokens=6000", "eval.when=last"]
@@ -120,7 +120,7 @@ def parts(searches: Mapping[str, Any], final: Sequence[MeasuredRun]) -> Iterator
             ]
         )
     head = ["method", "tuned values", "LC", "rank", "FG, nats, test text", "FG, nats, validation text"]
-    yield markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
+    yield format_markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import study
 
 from cpt.evaluation.statistics import compare_pairs
 from cpt.reporting.load_runs import MeasuredRun
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 
 METHODS = "ncl,das,ewc,migu,kd,replay,derpp"
 COMMAND = [
@@ -103,7 +103,7 @@ def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterat
             ]
         )
     head = ["method", "tuned values", "LC", "rank", "Δ forgetting, nats", "Δ macro-F1, points"]
-    yield markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
+    yield format_markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
 
 
 def mean_perplexities(values: Values) -> dict[str, float]:

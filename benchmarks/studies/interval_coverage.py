@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from cpt.evaluation.statistics import intervals_of_means
+from cpt.evaluation.statistics import compute_mean_intervals
 
 SIZES = (3, 5, 8, 10, 12, 16, 20, 25, 30, 50)
 SMALLEST_BOOTSTRAP = 8  # of fewer values BCa is not defined well
@@ -86,7 +86,7 @@ def measure_coverage(sampler: Sampler, size: int, samples: int, seed: int) -> di
         intervals["bca"] = []
     for first in range(0, samples, AT_ONCE):
         series = sampler(generator, (min(AT_ONCE, samples - first), size))
-        intervals["t"].append(intervals_of_means(series))
+        intervals["t"].append(compute_mean_intervals(series))
         if size >= SMALLEST_BOOTSTRAP:
             intervals["bca"].append(bootstrap_intervals(series, seed=first))
 

@@ -12,10 +12,10 @@ import numpy as np
 import study
 from m2d2_mini import ORDERS, Studied, find_similar, name_orders, order_of, tabulate_levels
 
-from cpt.reporting.drawing import make_figure, make_png, series_style
+from cpt.reporting.drawing import choose_series_style, make_figure, make_png
 from cpt.reporting.formats import format_signed
 from cpt.reporting.load_runs import MeasuredRun
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 from cpt.reporting.sections import RunSection
 
 EXPERIMENT = "m2d2_decoder"
@@ -51,8 +51,8 @@ def write_parts(section: RunSection) -> Iterator[str]:
     )
     (study.IMAGES / PICTURE).write_bytes(draw_transfer(runs_by_order))
     yield f"![Change on earlier and later fields by stage, in both orders](../images/{PICTURE})"
-    yield markdown(tabulate_transfer(runs_by_order), picture="")
-    yield markdown(tabulate_levels(groups), picture="")
+    yield format_markdown(tabulate_transfer(runs_by_order), picture="")
+    yield format_markdown(tabulate_levels(groups), picture="")
 
 
 def trace_transfer(run: MeasuredRun) -> list[TransferPoint]:
@@ -97,7 +97,7 @@ def draw_transfer(runs_by_order: Mapping[str, Sequence[MeasuredRun]]) -> bytes:
     figure = make_figure((11, 4.2))
     earlier_panel, later_panel = figure.subplots(1, 2, sharey=True)
     for number, (order, runs) in enumerate(runs_by_order.items()):
-        colour = series_style(number).colour
+        colour = choose_series_style(number).colour
         runs_by_seed = sorted(runs, key=lambda run: run.pair[1])
         for run, line_style in zip(runs_by_seed, cycle(LINE_STYLES), strict=False):
             points = trace_transfer(run)

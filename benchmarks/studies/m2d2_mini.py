@@ -15,9 +15,9 @@ import numpy as np
 import study
 
 from cpt.evaluation.statistics import compare_pairs
-from cpt.reporting.drawing import escape_label, make_figure, make_png, series_style
+from cpt.reporting.drawing import choose_series_style, escape_label, make_figure, make_png
 from cpt.reporting.load_runs import MeasuredRun
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 from cpt.reporting.sections import RunGroup, RunSection
 
 ORDERS_AND_SEEDS = ["order=similar,random", "seed=0,1"]
@@ -106,7 +106,7 @@ def parts(section: RunSection) -> Iterator[str]:
     )
     yield f"![Final forgetting by position in the order](../images/{PICTURE})"
     for block in (tabulate_findings(groups), tabulate_levels(groups), tabulate_orders(groups)):
-        yield markdown(block, picture="")
+        yield format_markdown(block, picture="")
 
 
 def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
@@ -256,8 +256,8 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
                 np.arange(len(moving_mean)) + SMOOTHED // 2 + 1,
                 moving_mean,
                 label=escape_label(name, width=30),
-                color=series_style(number).colour,
-                linestyle=series_style(number).dashes,
+                color=choose_series_style(number).colour,
+                linestyle=choose_series_style(number).dashes,
             )
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.set(title=f"{order} order", xlabel=f"position in the order (moving mean of {SMOOTHED})")

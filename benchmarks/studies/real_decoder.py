@@ -32,10 +32,10 @@ from cpt.core.config import CONF
 from cpt.evaluation.statistics import compare_pairs
 from cpt.reporting.chat_tables import count_broken, find_chat_change
 from cpt.reporting.contrasts import correct_differences, read_contrasts
-from cpt.reporting.drawing import escape_label, make_figure, make_png, series_style
+from cpt.reporting.drawing import choose_series_style, escape_label, make_figure, make_png
 from cpt.reporting.formats import MISSING, format_interval, format_signed
 from cpt.reporting.load_runs import MeasuredRun
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 
 SOURCES = {"debian": "debian-descriptions", "kernel": "kernel-docs", "foldoc": "foldoc"}
 GENERAL_SITES = ("bbc.co.uk", "cnn.com")  # general text; the other sites' news are the first domain
@@ -329,7 +329,7 @@ def find_run(
 def tabulate_runs(runs_by_row: Mapping[str, MeasuredRun], *, ncl_run: MeasuredRun | None, title: str) -> str:
     """A row of HEAD for each run."""
     cells = [[name, *format_run(run, ncl_run)] for name, run in runs_by_row.items()]
-    return markdown(Block(title=title, head=list(HEAD), cells=cells), picture="")
+    return format_markdown(Block(title=title, head=list(HEAD), cells=cells), picture="")
 
 
 def format_run(run: MeasuredRun, ncl_run: MeasuredRun | None) -> list[str]:
@@ -457,7 +457,7 @@ def tabulate_predictors(all_runs: Sequence[MeasuredRun]) -> Iterator[str]:
         points = collect_points(runs, predictor, measure)
         if len(points) >= MIN_RUNS:
             cells.append([outcome, name, str(len(points)), *format_fit(points)])
-    yield markdown(
+    yield format_markdown(
         Block(
             title="What predicts the loss on chat, and on earlier domains?",
             lines=[
@@ -507,7 +507,7 @@ def draw_changes(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
             change = measure(runs_by_row[name])
             if change is None:
                 continue
-            colour = series_style(1 if name == "ncl" else 0).colour
+            colour = choose_series_style(1 if name == "ncl" else 0).colour
             axes.plot(change.mean, position, marker="o", markersize=5, color=colour)
             if change.low is not None and change.high is not None:
                 axes.plot([change.low, change.high], [position, position], color=colour, linewidth=1.5)
@@ -550,7 +550,7 @@ def tabulate_at_equal_learning(runs_by_row: Mapping[str, MeasuredRun]) -> str:
 
     rows.sort(key=lambda row: row[1][2])
     cells = [[name, *map(format_signed, numbers)] for name, numbers in rows]
-    return markdown(
+    return format_markdown(
         Block(
             title="At equal learning",
             lines=[
@@ -574,14 +574,14 @@ def draw_rates(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
     for axes, outcome in zip(panels, ("chat", "forgot"), strict=True):
         for number, curve in enumerate(RATE_CURVES):
             points = trace_curve(runs_by_row, curve, outcome)
-            colour = series_style(number).colour
+            colour = choose_series_style(number).colour
             axes.plot(*points.T, marker="o", markersize=5, color=colour, label=f"{curve}, by rate")
 
         for number, (name, run) in enumerate(runs_by_row.items()):
             learned = CHANGES["learned"](run)
             change = CHANGES[outcome](run)
             if name in points_shown and learned is not None and change is not None:
-                style = series_style(number)
+                style = choose_series_style(number)
                 axes.plot(
                     learned.mean,
                     change.mean,
@@ -631,7 +631,7 @@ def tabulate_repeats(repeats: Repeats) -> str:
         f"Mean ± standard deviation over {', '.join(REPEATS)}, of those that were run. Terms: the change of "
         "the accuracy on the definitions of the last domain, in points."
     ]
-    return markdown(Block(title="Seeds and orders", lines=lines, head=head, cells=cells), picture="")
+    return format_markdown(Block(title="Seeds and orders", lines=lines, head=head, cells=cells), picture="")
 
 
 def format_tenths(value: float) -> str:
@@ -666,7 +666,7 @@ def tabulate_contrasts(repeats: Repeats) -> str:
         p_value = MISSING if math.isnan(contrast.p_t_holm) else format_p(contrast.p_t_holm)
         cells.append([*key.split("\n"), str(contrast.n), format_signed(contrast.mean) + interval, p_value])
     head = ["run", "measure", "pairs", "difference from ncl [95 % interval]", "p (t, Holm)"]
-    return markdown(
+    return format_markdown(
         Block(title="Differences from ncl over seeds and orders", head=head, cells=cells, num_word_columns=2),
         picture="",
     )

@@ -20,7 +20,7 @@ from das6_tuned import read_searches
 from real_decoder import CHANGES, EXPERIMENT, METHODS, find_run, format_change
 
 from cpt.reporting.load_runs import MeasuredRun
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 
 NAME = "real_decoder_tuned"
 PAGE = study.PAGES / "real-decoder.md"
@@ -85,7 +85,7 @@ def write_parts(
             mark = "chosen" if trial is best_trial else ""
             trial_cells.append([method, f"{read_rate(trial):.1e}", f"{trial['score']:.2f}", mark])
     head = ["method", "rate", "perplexity on validation text", ""]
-    yield markdown(Block(title="Trials of each method", head=head, cells=trial_cells), picture="")
+    yield format_markdown(Block(title="Trials of each method", head=head, cells=trial_cells), picture="")
 
     result_cells = []
     for run in final_runs:
@@ -98,7 +98,7 @@ def write_parts(
         for label, measured_run in runs_by_label.items():
             changes = [format_change(measure(measured_run)) for measure in CHANGES.values()]
             result_cells.append([method, label, *changes])
-    yield markdown(
+    yield format_markdown(
         Block(
             title="Default and chosen rate on test text",
             head=["method", "rate", *CHANGES],

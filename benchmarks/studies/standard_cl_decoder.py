@@ -11,7 +11,7 @@ import claims
 import study
 from standard_cl_mini import describe_runs
 
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 from cpt.reporting.sections import RunSection
 
 EXPERIMENT = "standard_cl_decoder"
@@ -46,10 +46,10 @@ def write_parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
     tested_claims = [claim for claim in claims.ON_TASKS if {claim.of, claim.against} <= {*PUBLISHED_ACCURACY}]
     cells = claims.tabulate_claims(section, tested_claims)
-    yield markdown(
+    yield format_markdown(
         Block(title="Claims, real decoder", head=claims.HEAD, cells=cells, num_word_columns=2), picture=""
     )
-    yield markdown(tabulate_accuracy(section), picture="")
+    yield format_markdown(tabulate_accuracy(section), picture="")
     yield study.tabulate(section, MEASURES, title="Means over orders, real decoder")
     yield study.tabulate_contrasts(section, CONTRASTS, title="Differences from ncl, real decoder")
 

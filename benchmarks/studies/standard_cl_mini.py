@@ -11,9 +11,9 @@ import bag_of_words
 import claims
 import study
 
-from cpt.evaluation.task_metrics import matrix_of
+from cpt.evaluation.task_metrics import build_answer_matrix
 from cpt.reporting.load_runs import MeasuredRun
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 from cpt.reporting.sections import RunSection
 
 ORDERS_AND_SEEDS = ["order=1,2,3", "seed=0,1,2"]
@@ -46,12 +46,12 @@ CONTRASTS = {"answers/AP": ("final accuracy, points", 1), "FG/nats": ("forgettin
 def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.tabulate_claims(section, claims.ON_TASKS)
-    yield markdown(
+    yield format_markdown(
         Block(title="Published claims", head=claims.HEAD, cells=cells, num_word_columns=2), picture=""
     )
     yield study.tabulate(section, MEASURES, title="All methods")
     yield study.tabulate_contrasts(section, CONTRASTS, title="Differences from ncl")
-    yield markdown(tabulate_levels(section), picture="")
+    yield format_markdown(tabulate_levels(section), picture="")
 
 
 def describe_runs(section: RunSection) -> str:
@@ -86,7 +86,7 @@ def mean_of(runs: Sequence[MeasuredRun], task: str, *, just_trained: bool) -> fl
     for run in runs:
         column = list(run.scores.answers["tasks"]).index(task)
         row = run.scores.rows.index(task) if just_trained else -1
-        scores.append(matrix_of(run.scores.answers)[row, column])
+        scores.append(build_answer_matrix(run.scores.answers)[row, column])
     return float(sum(scores) / len(scores))
 
 

@@ -22,10 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt import report
 from cpt.core import naming  # also registers the resolvers
-from cpt.core.config import CONF, digest, plain_config
+from cpt.core.config import CONF, digest, make_plain_config
 from cpt.reporting.contrasts import find_contrasts, find_spreads
 from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
-from cpt.reporting.page import Block, markdown
+from cpt.reporting.page import Block, format_markdown
 from cpt.reporting.sections import RunSection, build_sections
 from cpt.trainer.plan import choose_names
 
@@ -228,7 +228,7 @@ def restore_runs(
             folder = into / "_".join((*overrides, folder_order)).replace("=", "-")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
-            OmegaConf.save(OmegaConf.create(plain_config(cfg)), folder / "config.yaml")
+            OmegaConf.save(OmegaConf.create(make_plain_config(cfg)), folder / "config.yaml")
 
 
 def list_overrides(run: Mapping[str, Any]) -> list[str]:
@@ -298,7 +298,7 @@ def tabulate(section: RunSection, measures: Mapping[str, tuple[str, int]], *, ti
             row.append(cell)
         cells.append(row)
     head = ["method", "runs", *(name for name, _ in measures.values())]
-    return markdown(Block(title=title, head=head, cells=cells), picture="")
+    return format_markdown(Block(title=title, head=head, cells=cells), picture="")
 
 
 def tabulate_contrasts(
@@ -325,7 +325,7 @@ def tabulate_contrasts(
     head = ["method"]
     for name, _ in measures.values():
         head += [f"Δ {name}", "p (t, Holm)"]
-    return markdown(Block(title=title, head=head, cells=cells), picture="")
+    return format_markdown(Block(title=title, head=head, cells=cells), picture="")
 
 
 def scale(key: str) -> int:

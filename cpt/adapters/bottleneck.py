@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from cpt.adapters.domain_store import Scope
 from cpt.core.exceptions import InvalidOptionError
-from cpt.models.narrow_layers import empty_hidden
+from cpt.models.narrow_layers import make_empty_hidden
 from cpt.models.units import Projection, SubLayer, find_blocks, find_sublayers
 
 INIT_STD = 0.02  # of a new first layer
@@ -84,7 +84,7 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
 
     adapters: dict[str, Bottleneck] = {}
     for name, host in hosts:
-        adapter = Bottleneck(width, width // reduction, activation=activation, like=empty_hidden(model))
+        adapter = Bottleneck(width, width // reduction, activation=activation, like=make_empty_hidden(model))
         if placement == "pfeiffer":
             for module in host.modules():
                 if "Norm" in type(module).__name__:
@@ -94,7 +94,7 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
             host.register_forward_hook(adapter.add)
         host.add_module("adapter", adapter)
         adapters[f"{name}.adapter"] = adapter
-    return scope_of(adapters)
+    return make_bottleneck_scope(adapters)
 
 
 class Plugin(Bottleneck):
@@ -132,12 +132,12 @@ def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, outp
         for sublayer in find_sublayers(model, (kind,)):
             width = sublayer.out.outputs
             size = max(1, round(share * width))
-            plugin = Plugin(width, size, output_relu=output_relu, like=empty_hidden(model))
+            plugin = Plugin(width, size, output_relu=output_relu, like=make_empty_hidden(model))
             sublayer.out.module.add_module("plugin", plugin)
             find_entrance(sublayer).module.register_forward_pre_hook(plugin.record_input)
             sublayer.out.module.register_forward_hook(plugin.add)
             plugins[f"{sublayer.out.name}.plugin"] = plugin
-    return scope_of(plugins)
+    return make_bottleneck_scope(plugins)
 
 
 def find_entrance(sublayer: SubLayer) -> Projection:
@@ -150,7 +150,7 @@ def find_entrance(sublayer: SubLayer) -> Projection:
     return sources[0]
 
 
-def scope_of(adapters: dict[str, Bottleneck]) -> Scope:
+def make_bottleneck_scope(adapters: dict[str, Bottleneck]) -> Scope:
     """The parameters and linear layers of adapters by name."""
     names = []
     projections = []

@@ -141,7 +141,7 @@ def load_mapped(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
         domain_params.map_to(tensors, replaces_all=True)
 
 
-def in_memory(module: nn.Module) -> list[Tensor]:
+def list_tensors_in_memory(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a module that are not mapped from a file."""
     mapped = set()
     for domain_params in find_domain_params(module).values():

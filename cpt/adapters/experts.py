@@ -370,7 +370,7 @@ def attach_mixtures(
     return extend_to_newest(model, Scope(names=(), projections=()))
 
 
-def scope_outside_ffns(model: PreTrainedModel, blocks: Sequence[str]) -> Scope:
+def make_scope_outside_ffns(model: PreTrainedModel, blocks: Sequence[str]) -> Scope:
     """All of a model without mixtures except the FFNs of the named blocks."""
     excluded = set()
     for ffn in find_sublayers(model, ("neurons",)):

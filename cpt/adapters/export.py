@@ -25,8 +25,8 @@ from cpt.adapters.domain_store import Scope
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replacing
 from cpt.models.loading import make_skeleton
-from cpt.models.narrow_layers import hidden_dtype
-from cpt.models.quantization import quantized_layers
+from cpt.models.narrow_layers import find_hidden_dtype
+from cpt.models.quantization import find_quantized_layers
 
 PARTS_INDEX = "parts.json"
 TRUSTED_PACKAGES = ("cpt.adapters.",)  # packages whose `attach…` functions parts.json may name
@@ -49,7 +49,7 @@ def export_parts(
     if parts and attach is None:
         # The last part is in the plain model already: that is what `from_pretrained` alone loads.
         changed_weights = parts[names[-1]]
-    weights = plain_weights(model, changed_weights)
+    weights = collect_plain_weights(model, changed_weights)
 
     # The index goes first and is written last: a folder that is only half written has none.
     (folder / PARTS_INDEX).unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def export_parts(
 
     (folder / "parts").mkdir()
     for name, part in parts.items():
-        tensors = {key: own_storage(value) for key, value in part.items()}
+        tensors = {key: copy_storage(value) for key, value in part.items()}
         save_file(tensors, part_file(folder, name))
     index = {
         "attach": f"{attach.__module__}.{attach.__qualname__}" if attach else None,
@@ -75,14 +75,14 @@ def export_parts(
     return f"cpt.adapters.export.load({quoted_folder}, domain={quoted_name})"
 
 
-def plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def collect_plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state of a model without adapters, in which some weights, by their names in the model, have other
     values."""
     state = model.state_dict()
-    for name, layer in quantized_layers(model).items():
-        state[f"{name}.weight"] = layer.plain_weight(hidden_dtype(model))
+    for name, layer in find_quantized_layers(model).items():
+        state[f"{name}.weight"] = layer.plain_weight(find_hidden_dtype(model))
     # By address, so that weights tied to a changed one change with it.
-    changes = {state[name].data_ptr(): own_storage(values) for name, values in changed_weights.items()}
+    changes = {state[name].data_ptr(): copy_storage(values) for name, values in changed_weights.items()}
 
     values_by_name = {}
     for name, tensor in state.items():
@@ -136,7 +136,7 @@ def import_attach(path: str) -> Callable[..., Scope]:
     return cast(Callable[..., Scope], function)
 
 
-def own_storage(tensor: Tensor) -> Tensor:
+def copy_storage(tensor: Tensor) -> Tensor:
     """A copy with storage of its own, as safetensors needs it."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 

@@ -175,7 +175,7 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
     return Gates(groups=groups, modules=gates, names=names, s_max=s_max)
 
 
-def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
+def list_bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
     """The units of an adapter up(f(down(x))): its neurons, gated before up, and its outputs, after it."""
     # Members [count, 1]: each output feature of `down` is a neuron, each of `up` an output.
     neurons = torch.arange(down.out_features)[:, None]

@@ -30,13 +30,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import Scope
-from cpt.adapters.export import own_storage
-from cpt.adapters.plain_model import save_without_tuners, tuner_layers, untie, without_tuners
-from cpt.adapters.saved_modules import saved_tensors
+from cpt.adapters.export import copy_storage
+from cpt.adapters.plain_model import copy_without_tuners, find_tuner_layers, save_without_tuners, untie
+from cpt.adapters.saved_modules import find_saved_tensors
 from cpt.core.distributed import shard_like
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError, format_value
-from cpt.core.schema import unknown_name
+from cpt.core.schema import describe_unknown_name
 from cpt.models.forward import find_token_side
 from cpt.models.narrow_layers import widen
 from cpt.models.quantization import count_stored
@@ -141,7 +141,7 @@ def attach_lora(
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in layers.values()),
     )
     NamedLoraModel(model, config, NEWEST)
-    for layer in lora_layers(model).values():
+    for layer in find_lora_layers(model).values():
         prepare_layer(layer)
 
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -151,7 +151,7 @@ def attach_lora(
     for name in layers:
         # A head's own layers see scored positions only: no masks.
         if find_token_side(model, name) is not None:
-            projections += factor_projections(name, model.get_submodule(name), segments.get(name))
+            projections += list_factor_projections(name, model.get_submodule(name), segments.get(name))
     return Scope(names, tuple(projections))
 
 
@@ -179,11 +179,11 @@ def prepare_layer(layer: Linear) -> None:
         layer.__class__ = FusedLoraLinear  # its modules and their names stay
     if NEWEST in layer.lora_B:
         # Column after column: on a CPU, B's gradient takes an eighth of the time.
-        _, b = factors_of(layer)
+        _, b = get_factors(layer)
         b.data = b.data.T.contiguous().T
 
 
-def factor_projections(
+def list_factor_projections(
     name: str, layer: nn.Module, segments: tuple[Tensor, ...] | None
 ) -> tuple[Projection, Projection]:
     """A and B of the newest adapter of a layer as projections. The outputs of B are those of the layer, by
@@ -208,7 +208,7 @@ class AdapterReach:
     unreached_experts: tuple[str, ...]  # parameters of three axes: an expert, its outputs, its inputs
 
 
-def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
+def find_adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
     """What the tuners in a model adapt; None of a model without any. Experts are one parameter in
     transformers 5, and no layer that `all-linear` finds."""
     # The weights that have a tuner, and the tuners' own, which are not part of the model.
@@ -325,7 +325,7 @@ def find_target_parameters(model: PreTrainedModel, targets: Targets) -> list[str
     return list(dict.fromkeys(matching))
 
 
-def lora_layers(model: nn.Module) -> dict[str, Linear]:
+def find_lora_layers(model: nn.Module) -> dict[str, Linear]:
     """The layers with adapters, by name: linear ones, and embeddings, which are much alike."""
     layers = {}
     for name, module in model.named_modules():
@@ -334,7 +334,7 @@ def lora_layers(model: nn.Module) -> dict[str, Linear]:
     return layers
 
 
-def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
+def get_factors(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
     if adapter in layer.lora_A:
         return cast(LoraFactors, (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight))
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
@@ -348,7 +348,7 @@ def count_experts(layer: LoraLayer) -> int:
 
 def map_factors(layer: LoraLayer, adapter: str = NEWEST) -> list[tuple[Tensor, Tensor]]:
     """A [r, d_in] and B [d_out, r] of each matrix that an adapter is for: one, or that of each expert."""
-    a, b = factors_of(layer, adapter)
+    a, b = get_factors(layer, adapter)
     experts = count_experts(layer)
     if experts == 1:
         return [(a, b)]
@@ -356,7 +356,7 @@ def map_factors(layer: LoraLayer, adapter: str = NEWEST) -> list[tuple[Tensor, T
     return list(zip(a.unflatten(0, (experts, -1)).unbind(), by_expert, strict=True))
 
 
-def adapted_weight(layer: LoraLayer) -> nn.Parameter:
+def get_adapted_weight(layer: LoraLayer) -> nn.Parameter:
     """The frozen weight that an adapter is for."""
     name = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
     return cast(nn.Parameter, getattr(layer.get_base_layer(), name))
@@ -376,7 +376,7 @@ def reset_newest(model: nn.Module, seed: int) -> None:
     # peft takes no generator.
     torch.manual_seed(seed)
     initialization = cast(Any, model).peft_config[NEWEST].init_lora_weights
-    for layer in lora_layers(model).values():
+    for layer in find_lora_layers(model).values():
         layer.reset_lora_parameters(NEWEST, initialization)
     reset_magnitudes(model)
 
@@ -384,11 +384,11 @@ def reset_newest(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def reset_magnitudes(model: nn.Module) -> None:
     """Makes the norms of DoRA those of the weights with their adapters, so that they change nothing."""
-    for layer in lora_layers(model).values():
+    for layer in find_lora_layers(model).values():
         if not has_dora(layer):
             continue
         magnitude = cast(DoraLinearLayer, layer.lora_magnitude_vector[NEWEST])
-        a, b = factors_of(layer)
+        a, b = get_factors(layer)
         norms = magnitude.get_weight_norm(layer.get_base_layer().weight, b @ a, layer.scaling[NEWEST])
         magnitude.weight.copy_(norms)
 
@@ -396,8 +396,8 @@ def reset_magnitudes(model: nn.Module) -> None:
 @torch.no_grad()
 def merge_newest(model: nn.Module) -> None:
     """Adds the newest adapters to the frozen weights; they themselves stay as they are."""
-    for layer in lora_layers(model).values():
-        weight = adapted_weight(layer)
+    for layer in find_lora_layers(model).values():
+        weight = get_adapted_weight(layer)
         if has_dora(layer):
             weight.copy_(layer.lora_variant[NEWEST].merge_safe(layer, NEWEST, weight.detach().clone()))
         else:
@@ -407,7 +407,7 @@ def merge_newest(model: nn.Module) -> None:
 def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
     """All adapters of a layer along the rank: A [E t r, d_in], B [d_out, t r E], as `count_experts` says."""
     adapters = [EARLIER, NEWEST] if has_earlier(layer) else [NEWEST]
-    factors = [factors_of(layer, adapter) for adapter in adapters]
+    factors = [get_factors(layer, adapter) for adapter in adapters]
     experts = count_experts(layer)
     joined_a = torch.cat([a.unflatten(0, (experts, -1)) for a, _ in factors], dim=1)
     joined_b = torch.cat([b for _, b in factors], dim=1)
@@ -417,7 +417,7 @@ def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
     """Makes A and B the earlier adapters of a layer, without dropout, as of merged ones."""
-    newest_a, _ = factors_of(layer)
+    newest_a, _ = get_factors(layer)
     is_trained = newest_a.requires_grad
     without_dropout = replace(config, lora_dropout=0.0, init_lora_weights=False)
     layer.update_layer(
@@ -428,9 +428,9 @@ def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> N
 
     # Activating adapters makes both of them trainable.
     layer.set_adapter([NEWEST, EARLIER])
-    for parameter in factors_of(layer):
+    for parameter in get_factors(layer):
         parameter.requires_grad_(is_trained)
-    earlier_a, earlier_b = factors_of(layer, EARLIER)
+    earlier_a, earlier_b = get_factors(layer, EARLIER)
     earlier_a.requires_grad_(False).copy_(a)
     earlier_b.requires_grad_(False).copy_(b)
 
@@ -440,7 +440,7 @@ def begin_adapter(model: PreTrainedModel, *, storage: str, seed: int) -> None:
     if storage == "merged":
         merge_newest(model)
     else:
-        for layer in lora_layers(model).values():
+        for layer in find_lora_layers(model).values():
             joined_a, joined_b = join_adapters(layer)
             set_earlier(layer, model.peft_config[NEWEST], joined_a, joined_b)
     # At the end: the new adapter starts with product 0, and what the last has learned is elsewhere.
@@ -453,7 +453,7 @@ def resize_on_load(model: PreTrainedModel) -> None:
     def replace_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
         """The hook before a state_dict is loaded: gives each layer the earlier adapters that the state has
         for it, and takes them from a layer for which it has none. torch loads the other parameters."""
-        for name, layer in lora_layers(model).items():
+        for name, layer in find_lora_layers(model).items():
             factors = find_earlier(state, f"{prefix}{name}.")
             if factors is not None:
                 a, b = factors
@@ -478,8 +478,8 @@ def join_all_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
     """All adapters as one, by the names of the newest, with the norms of DoRA."""
     # By the id of the newest parameter: the layers' names are not those of parameters.
     joined: dict[int, Tensor] = {}
-    for layer in lora_layers(model).values():
-        newest_a, newest_b = factors_of(layer)
+    for layer in find_lora_layers(model).values():
+        newest_a, newest_b = get_factors(layer)
         joined_a, joined_b = join_adapters(layer)
         joined[id(newest_a)] = joined_a
         joined[id(newest_b)] = joined_b
@@ -501,8 +501,8 @@ def subtract_start(
     B A - B_0 A_0 = [B, -B_0] [A; A_0]. All are by the names of parameters."""
     names = {id(model.get_parameter(name)): name for name in weights}
     differences = dict(weights)
-    for layer in lora_layers(model).values():
-        a, b = factors_of(layer)
+    for layer in find_lora_layers(model).values():
+        a, b = get_factors(layer)
         name_of_a = names[id(a)]
         name_of_b = names[id(b)]
         differences[name_of_a] = torch.cat([weights[name_of_a], start[name_of_a]])
@@ -525,7 +525,7 @@ def export_adapters(
     has_pissa = is_pissa(model.peft_config[NEWEST])
     loading = save_without_tuners(folder, model, merged=has_pissa, weights=start)
 
-    saved_modules = saved_tensors(model, saved)
+    saved_modules = find_saved_tensors(model, saved)
     for name, weights in parts.items():
         adapter_folder = folder / "adapters" / quote(name, safe=" ")
         adapter_folder.mkdir(parents=True, exist_ok=True)
@@ -534,13 +534,13 @@ def export_adapters(
         state = get_peft_model_state_dict(
             model, state_dict=dict(weights), adapter_name=NEWEST, save_embedding_layers=False
         )
-        exported = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
+        exported = {f"base_model.model.{key}": copy_storage(value) for key, value in state.items()}
         saved_weights = {id(model.get_parameter(key)): weights[key] for key in saved}
         for module_name, tensor_names in saved_modules.items():
             for tensor_name in tensor_names:
                 key = f"{module_name}.{tensor_name}"
                 value = saved_weights[id(model.get_parameter(key))]
-                exported[f"base_model.model.{key}"] = own_storage(value)
+                exported[f"base_model.model.{key}"] = copy_storage(value)
         save_file(exported, adapter_folder / "adapter_model.safetensors")
 
         # The rank of this part: joined adapters have more than the model's newest.
@@ -630,7 +630,7 @@ def attach_tuner(
     ln_tuning the norms. Raises ValueError for unknown arguments, for a model that does not go with it, and
     for what could not be merged into a plain model."""
     kind = PeftType("LORA" if tuner == "dora" else tuner.upper())  # DoRA is an option of LoRA
-    settings = default_arguments(model, tuner, targets)
+    settings = choose_default_arguments(model, tuner, targets)
     settings.update(arguments)
 
     # Before peft is called, whose error would name no option of cpt.
@@ -639,7 +639,7 @@ def attach_tuner(
     allowed_names = [name for name in fields if name not in ("peft_type", "task_type")]
     unknown_names = sorted(set(settings) - set(allowed_names))
     if unknown_names:
-        raise ValueError(unknown_name(f"method.arguments.{unknown_names[0]}", allowed_names))
+        raise ValueError(describe_unknown_name(f"method.arguments.{unknown_names[0]}", allowed_names))
     if settings.get("layer_replication"):
         raise ValueError(
             "method.arguments.layer_replication is invalid: replicated layers share the weights that "
@@ -685,7 +685,7 @@ def rewrites_weights(arguments: Mapping[str, Any]) -> bool:
     return isinstance(arguments.get("init_lora_weights"), str) or bool(arguments.get("kasa_config"))
 
 
-def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> dict[str, Any]:
+def choose_default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> dict[str, Any]:
     """The arguments of a tuner's configuration that follow from the model."""
     if targets == "auto" and tuner == "ln_tuning":
         norms = [name for name, module in model.named_modules() if type(module).__name__.endswith("Norm")]
@@ -728,7 +728,7 @@ def check_embeddings(model: PreTrainedModel, setting: str) -> None:
     """Raises ValueError for tuners of embeddings and heads that compute something else than a plain model;
     `setting` is the tuner with its arguments, for the message."""
     kind = model.config.model_type
-    for name in tuner_layers(model):
+    for name in find_tuner_layers(model):
         layer = model.get_submodule(name)
         has_embedding = any(isinstance(part, nn.Embedding) for part in layer.modules())
         if model.config.is_encoder_decoder and has_embedding:
@@ -753,7 +753,7 @@ def check_mergeable(model: PreTrainedModel, plain_names: Set[str], setting: str)
     """Raises ValueError where a model on the meta device without its tuners lacks names of a plain one, or
     cannot be made; `setting` is the tuner with its arguments, for the message."""
     try:
-        plain = without_tuners(model)
+        plain = copy_without_tuners(model)
     except Exception as error:
         if "meta" in str(error).lower():  # an operation that the meta device lacks
             return

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cpt.adapters.lora import adapted_weight, factors_of, lora_layers
+from cpt.adapters.lora import find_lora_layers, get_adapted_weight, get_factors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import count_noun
 from cpt.core.tensors import PreciseTensors
@@ -30,12 +30,12 @@ class ProtectedDirections(PreciseTensors):
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, *, rank: int) -> None:
         directions: dict[str, Tensor] = {}
-        for name, layer in lora_layers(model).items():
+        for name, layer in find_lora_layers(model).items():
             base = layer.get_base_layer()
             if isinstance(base, QuantizedLinear):
                 weight = base.plain_weight(torch.float32)
             else:
-                weight = adapted_weight(layer).float()
+                weight = get_adapted_weight(layer).float()
             if rank >= min(weight.shape):
                 raise InvalidOptionError(
                     "method.protected_rank",
@@ -55,28 +55,28 @@ class ProtectedDirections(PreciseTensors):
     def project_adapters(self, model: PreTrainedModel, rounding: Rounding) -> None:
         """Takes the protected directions out of A and B of the newest adapters, in place."""
         directions = self.named()
-        for name, layer in lora_layers(model).items():
-            a, b = factors_of(layer)
+        for name, layer in find_lora_layers(model).items():
+            a, b = get_factors(layer)
             directions_in = self.on_module_device(directions[f"{name}.in"])
             directions_out = self.on_module_device(directions[f"{name}.out"])
-            rounding.store(a, without_rows(rounding.widen(a.detach()), directions_in))
-            rounding.store(b, without_columns(rounding.widen(b.detach()), directions_out))
+            rounding.store(a, remove_from_rows(rounding.widen(a.detach()), directions_in))
+            rounding.store(b, remove_from_columns(rounding.widen(b.detach()), directions_out))
 
     @torch.no_grad()
     def project_gradients(self, model: PreTrainedModel) -> None:
         """Takes the protected directions out of the gradients of A and B, in place."""
         directions = self.named()
-        for name, layer in lora_layers(model).items():
-            a, b = factors_of(layer)
+        for name, layer in find_lora_layers(model).items():
+            a, b = get_factors(layer)
             if a.grad is not None:
                 directions_in = self.on_module_device(directions[f"{name}.in"])
-                a.grad.copy_(without_rows(a.grad, directions_in))
+                a.grad.copy_(remove_from_rows(a.grad, directions_in))
             if b.grad is not None:
                 directions_out = self.on_module_device(directions[f"{name}.out"])
-                b.grad.copy_(without_columns(b.grad, directions_out))
+                b.grad.copy_(remove_from_columns(b.grad, directions_out))
 
 
-def without_rows(matrix: Tensor, directions: Tensor) -> Tensor:
+def remove_from_rows(matrix: Tensor, directions: Tensor) -> Tensor:
     """M (I - V V^T) of a matrix M [r, d] and directions V [d, k], in the wider of their types."""
     wide_type = torch.promote_types(matrix.dtype, directions.dtype)
     wide_matrix = matrix.to(wide_type)
@@ -84,6 +84,6 @@ def without_rows(matrix: Tensor, directions: Tensor) -> Tensor:
     return wide_matrix - (wide_matrix @ v) @ v.T
 
 
-def without_columns(matrix: Tensor, directions: Tensor) -> Tensor:
+def remove_from_columns(matrix: Tensor, directions: Tensor) -> Tensor:
     """(I - U U^T) M of a matrix M [d, r] and directions U [d, k], in the wider of their types."""
-    return without_rows(matrix.T, directions).T
+    return remove_from_rows(matrix.T, directions).T

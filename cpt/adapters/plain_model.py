@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.models.loading import make_skeleton
-from cpt.models.narrow_layers import NarrowLayer, hidden_dtype, widen
-from cpt.models.quantization import QuantizedLinear, dequantize_layers, quantized_layers
+from cpt.models.narrow_layers import NarrowLayer, find_hidden_dtype, widen
+from cpt.models.quantization import QuantizedLinear, dequantize_layers, find_quantized_layers
 from cpt.models.streamed_files import can_stream, write_model
 
 
-def without_tuners(
+def copy_without_tuners(
     model: PreTrainedModel, *, merged: bool = True, weights: Mapping[str, Tensor] | None = None
 ) -> PreTrainedModel:
     """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`; `weights`
@@ -35,8 +35,8 @@ def without_tuners(
 
     # Found before the first layer is unwrapped: a tied head has to be seen with its embedding.
     shared = find_shared_parameters(copy)
-    dtype = hidden_dtype(copy)
-    for name in tuner_layers(copy):
+    dtype = find_hidden_dtype(copy)
+    for name in find_tuner_layers(copy):
         layer = copy.get_submodule(name)
         if merged:
             separate_shared(layer, shared)
@@ -56,7 +56,7 @@ def find_shared_parameters(model: nn.Module) -> set[int]:
     return {parameter_id for parameter_id, count in num_owners.items() if count > 1}
 
 
-def tuner_layers(model: nn.Module) -> list[str]:
+def find_tuner_layers(model: nn.Module) -> list[str]:
     """The names of peft's layers, without those inside of others."""
     # A module is named before those inside of it.
     names: list[str] = []
@@ -138,16 +138,16 @@ def untie(model: PreTrainedModel) -> None:
 
 
 class PlainWeights:
-    """The weights of the model that `without_tuners` makes, by name, computed when they are read: those of a
-    layer of peft together, in a copy of this layer alone. No layer of peft may share a parameter with another
-    module."""
+    """The weights of the model that `copy_without_tuners` makes, by name, computed when they are read: those
+    of a layer of peft together, in a copy of this layer alone. No layer of peft may share a parameter with
+    another module."""
 
     def __init__(
         self, model: PreTrainedModel, *, merged: bool, changed_weights: Mapping[str, Tensor] | None
     ) -> None:
         self.model = model
         self.merged = merged
-        self.dtype = hidden_dtype(model)
+        self.dtype = find_hidden_dtype(model)
         self.state = model.state_dict()
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         # By the id of a parameter, which may have several names.
@@ -156,8 +156,8 @@ class PlainWeights:
             self.changed_values[id(self.parameters[name])] = values
 
         # Layers that have another form in the plain model.
-        self.replaced_names = set(tuner_layers(model))
-        for name in quantized_layers(model):
+        self.replaced_names = set(find_tuner_layers(model))
+        for name in find_quantized_layers(model):
             if not self.find_replaced(name):
                 self.replaced_names.add(name)
         # Of the layer that was read last.
@@ -224,12 +224,12 @@ def save_without_tuners(
     merged: bool = True,
     weights: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Writes the model that `without_tuners` makes with the same arguments; returns the expression that loads
-    it. No copy of the model is in memory, but one of each layer in turn, unless layers of peft share
+    """Writes the model that `copy_without_tuners` makes with the same arguments; returns the expression that
+    loads it. No copy of the model is in memory, but one of each layer in turn, unless layers of peft share
     parameters with others, as a tied head does, or transformers stores several weights as one tensor."""
     skeleton = make_plain_skeleton(model)
     if shares_adapted(model) or not can_stream(skeleton):
-        without_tuners(model, merged=merged, weights=weights).save_pretrained(folder)
+        copy_without_tuners(model, merged=merged, weights=weights).save_pretrained(folder)
     else:
         plain_weights = PlainWeights(model, merged=merged, changed_weights=weights)
         write_model(folder, skeleton, plain_weights.read)
@@ -245,7 +245,7 @@ def shares_adapted(model: PreTrainedModel) -> bool:
     if is_configured_tied and head.weight is not model.get_input_embeddings().weight:
         return True
     shared = find_shared_parameters(model)
-    for name in tuner_layers(model):
+    for name in find_tuner_layers(model):
         if any(id(parameter) in shared for parameter in model.get_submodule(name).parameters()):
             return True
     return False
@@ -253,7 +253,7 @@ def shares_adapted(model: PreTrainedModel) -> bool:
 
 def make_plain_skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """A model without storage and without layers of peft, which says what transformers stores of it."""
-    skeleton = make_skeleton(model).to(hidden_dtype(model))
+    skeleton = make_skeleton(model).to(find_hidden_dtype(model))
     # How the checkpoint that was loaded names and divides its tensors.
     if hasattr(model, "_weight_conversions"):
         skeleton._weight_conversions = model._weight_conversions

@@ -28,7 +28,7 @@ from cpt.models.forward import (
     mean_over_tokens,
     set_mode,
 )
-from cpt.models.narrow_layers import empty_hidden
+from cpt.models.narrow_layers import make_empty_hidden
 
 SAMPLE_ROUTER = "pair_router"  # the name of a SampleRouter in the encoder or body of a model
 # Among the weights of all adapters, in their order: those of the newest, and of the earlier ones.
@@ -79,8 +79,8 @@ def attach_experts(
         return scope
 
     router_names = []
-    for name, layer in lora.lora_layers(model).items():
-        a, _ = lora.factors_of(layer)
+    for name, layer in lora.find_lora_layers(model).items():
+        a, _ = lora.get_factors(layer)
         router = TokenRouter(a.shape[1], experts, bias=False, device=a.device, dtype=a.dtype)
         layer.add_module("router", router)
         layer.lora_A[lora.NEWEST].register_forward_hook(router.weigh)
@@ -314,14 +314,14 @@ def attach_routed(
         bottleneck=bottleneck,
         scale=scale,
         causal=causal and not is_encoder_decoder,
-        like=empty_hidden(model),
+        like=make_empty_hidden(model),
     )
     # Inputs may be passed by position.
     router.argument_names = tuple(inspect.signature(stack.forward).parameters)
     stack.add_module(SAMPLE_ROUTER, router)
     stack.register_forward_pre_hook(router.read_inputs, with_kwargs=True)
     embedding.register_forward_hook(router.read_embeddings)
-    for layer in lora.lora_layers(model).values():
+    for layer in lora.find_lora_layers(model).values():
         layer.lora_A[lora.NEWEST].register_forward_hook(partial(router.weigh, OF_NEWEST))
 
     # In this order: a state's earlier adapters are made first, then they get their hook.
@@ -331,14 +331,14 @@ def attach_routed(
     return Scope((*scope.names, *router_names), scope.projections)
 
 
-def router_of(model: nn.Module) -> SampleRouter:
+def find_router(model: nn.Module) -> SampleRouter:
     return next(part for part in model.modules() if isinstance(part, SampleRouter))
 
 
 def route_earlier(model: nn.Module, *args: Any) -> None:
     """Lets the router weight the earlier adapters, which are new modules whenever there are more of them."""
-    router = router_of(model)
-    for layer in lora.lora_layers(model).values():
+    router = find_router(model)
+    for layer in lora.find_lora_layers(model).values():
         if lora.has_earlier(layer):
             layer.lora_A[lora.EARLIER].register_forward_hook(partial(router.weigh, OF_EARLIER))
 
@@ -347,7 +347,7 @@ def begin_routed(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Starts a new adapter in each layer, and its key; the last ones join the earlier ones."""
     lora.begin_adapter(model, storage="separate", seed=generator.initial_seed())
     route_earlier(model)
-    router_of(model).add_key(generator)
+    find_router(model).add_key(generator)
 
 
 def routed_part(model: nn.Module) -> dict[str, Tensor]:

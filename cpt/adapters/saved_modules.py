@@ -30,11 +30,12 @@ def train_fully(model: PreTrainedModel, modules: Sequence[str]) -> tuple[str, ..
     for name in modules:
         parameters = find_saved(model, name)
         if not parameters:
+            examples = abbreviate(list_leaf_modules(model))
             raise InvalidOptionError(
                 OPTION,
                 name,
                 reason="no module with weights has such a name",
-                allowed=f"embeddings, head, or names or ends of names like {abbreviate(leaf_modules(model))}",
+                allowed=f"embeddings, head, or names or ends of names like {examples}",
             )
         if any(id(parameter) in adapted_ids for parameter in parameters):
             raise InvalidOptionError(
@@ -70,7 +71,7 @@ def find_adapted(model: nn.Module) -> set[int]:
     return ids
 
 
-def leaf_modules(model: nn.Module) -> list[str]:
+def list_leaf_modules(model: nn.Module) -> list[str]:
     """The names of modules with parameters of their own, the last first: heads come at the end."""
     names = []
     for name, module in model.named_modules():
@@ -79,7 +80,7 @@ def leaf_modules(model: nn.Module) -> list[str]:
     return names[::-1]
 
 
-def saved_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+def find_saved_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
     """The outermost modules of which all parameters are in `names`, and the names of their tensors within
     them, a tied one in each: what files of peft hold of modules that are trained fully."""
     saved_ids = {id(model.get_parameter(name)) for name in names}

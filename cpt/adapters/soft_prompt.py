@@ -203,7 +203,7 @@ def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope
         draw_prompt(model, tokens),
         num_before=0 if has_encoder else 1,  # <s> stays the first token of a model without an encoder
         is_cut_at_start=causal or has_encoder,
-        placeholder=smallest_ordinary_id(model),
+        placeholder=find_smallest_ordinary_id(model),
         max_length=find_max_positions(model),
         argument_names=list(inspect.signature(stack.forward).parameters),
     )
@@ -230,7 +230,7 @@ def draw_prompt(model: PreTrainedModel, tokens: int, generator: torch.Generator 
     return call_within(model, embedding, drawn_ids.to(model.device)).clone()
 
 
-def smallest_ordinary_id(model: PreTrainedModel) -> int:
+def find_smallest_ordinary_id(model: PreTrainedModel) -> int:
     """The smallest token id that is not special."""
     special_ids = find_special_ids(model)
     ordinary_id = 0

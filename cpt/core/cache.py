@@ -48,7 +48,7 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
     the folder. Raises ValueError where this user may not read or write the cache."""
     with naming_cache(folder.parent.parent):
         record_use(folder)  # before it is looked for: see cpt.core.cache_use
-        if not artifact_damage(folder):
+        if not find_artifact_damage(folder):
             with suppress(OSError):  # another user's
                 os.utime(folder)  # when it was last used: cpt/clean.py
             return folder
@@ -56,7 +56,7 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if folder.exists():
-                damage = artifact_damage(folder)
+                damage = find_artifact_damage(folder)
                 if not damage:  # another process has built it meanwhile
                     return folder
                 log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
@@ -124,7 +124,7 @@ def apply_umask(folder: Path) -> None:
             path.chmod(stat_module.S_IMODE(mode) | permissions)
 
 
-def artifact_damage(folder: Path) -> str:
+def find_artifact_damage(folder: Path) -> str:
     """What is wrong with an artifact, if anything; by hash if it is small or a full check is wanted. Raises
     PermissionError where it may not be read."""
     try:

@@ -42,7 +42,7 @@ class UseRecord:
                 file.write(json.dumps(line) + "\n")
 
     def add(self, artifact: Path) -> None:
-        name = artifact_name(artifact)
+        name = format_artifact_name(artifact)
         if name not in self.artifacts:
             self.artifacts.add(name)
             self.append(name)
@@ -59,7 +59,7 @@ class UseRecord:
 records: dict[Path, UseRecord] = {}  # by cache; a forked process has the records of its parent
 
 
-def artifact_name(artifact: Path) -> str:
+def format_artifact_name(artifact: Path) -> str:
     """`packed/law-train-0123456789abcdef`."""
     return f"{artifact.parent.name}/{artifact.name}"
 
@@ -96,7 +96,7 @@ def end_uses() -> None:
 def find_users(artifact: Path) -> list[ProcessId]:
     """The living processes that have recorded a use of an artifact. `artifact` is CACHE/KIND/NAME."""
     cache = artifact.parent.parent
-    name = artifact_name(artifact)
+    name = format_artifact_name(artifact)
     processes = []
     for record_file, process, artifact_names in read_uses(cache):
         if name in artifact_names and is_alive(process, record_file):

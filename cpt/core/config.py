@@ -125,7 +125,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def plain_config(cfg: DictConfig) -> dict[str, Any]:
+def make_plain_config(cfg: DictConfig) -> dict[str, Any]:
     """A config in Python's own types. Raises MissingMandatoryValue for a value that is missing."""
     plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
@@ -145,7 +145,9 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Left out are options of how a run is carried out, options at a neutral value, the section `loss` where it
     weighs no token, and the sections of budget and monitor in runs that they do not change."""
-    leaves = {key: canonical(key, value) for key, value in flatten(settings) if not is_execution_key(key)}
+    leaves = {
+        key: convert_to_canonical(key, value) for key, value in flatten(settings) if not is_execution_key(key)
+    }
     leaves = drop_neutral_values(leaves)
 
     if leaves.get("loss._target_") is None:
@@ -191,7 +193,7 @@ def has_active_budget(leaves: Mapping[str, Any]) -> bool:
     return has_no_options or any(value is not None for value in options)
 
 
-def canonical(key: str, value: Any) -> Any:
+def convert_to_canonical(key: str, value: Any) -> Any:
     """A value in the form in which configs are compared: 1e3 as 1000, and a class of cpt by its name alone,
     since its module may change from version to version."""
     if isinstance(value, float) and value.is_integer():
@@ -199,7 +201,7 @@ def canonical(key: str, value: Any) -> Any:
     if key == "model.dtype" and value == "float32":  # 16 bits of a checkpoint give the same results
         return "auto"
     if isinstance(value, list):
-        return [canonical("", item) for item in value]
+        return [convert_to_canonical("", item) for item in value]
     if key.endswith("_target_") and str(value).startswith("cpt."):
         return str(value).rpartition(".")[2].lower()
     return value

@@ -32,7 +32,7 @@ STORE_INTERVAL = 0.5  # seconds between two reads of the store
 
 def all_reduce_sum(*tensors: Tensor) -> None:
     """Sums each tensor over the processes, in place. A tensor has to be on the device from which the process
-    group's backend sends: a GPU for NCCL (`sending_device`)."""
+    group's backend sends: a GPU for NCCL (`choose_sending_device`)."""
     if not is_distributed():
         return
     for tensor in tensors:
@@ -48,7 +48,7 @@ def sum_on_cpu(values: Tensor) -> Tensor:
     """The sums over the processes of a tensor on the CPU, as a tensor on the CPU."""
     if not is_distributed():
         return values
-    sums = values.to(sending_device(values))
+    sums = values.to(choose_sending_device(values))
     distributed.all_reduce(sums)
     return sums.cpu()
 
@@ -57,7 +57,7 @@ def all_reduce_max(number: int) -> int:
     """The largest of the processes' numbers."""
     if not is_distributed():
         return number
-    largest = torch.tensor(number, device=sending_device(torch.empty(0)))
+    largest = torch.tensor(number, device=choose_sending_device(torch.empty(0)))
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
     return int(largest)
 
@@ -96,7 +96,7 @@ def gather_shards(buffer: Tensor) -> None:
     if world == 1:
         return
     for rank in range(world):
-        shard = buffer[rank::world].to(sending_device(buffer)).contiguous()
+        shard = buffer[rank::world].to(choose_sending_device(buffer)).contiguous()
         distributed.broadcast(shard.view(torch.uint8), src=rank)
         buffer[rank::world] = shard.to(buffer.device)
 
@@ -116,11 +116,11 @@ def sharing_errors() -> Iterator[None]:
     except Exception as error:
         if is_distributed():
             message = f"process {distributed.get_rank()} has failed: {find_reason(error)}"
-            process_store().set(FAILED_KEY, message)
+            get_process_store().set(FAILED_KEY, message)
         raise
 
 
-def process_store() -> Any:
+def get_process_store() -> Any:
     """The store that the process group was made with."""
     return distributed.distributed_c10d._get_default_store()
 
@@ -132,7 +132,7 @@ def wait_for_all(key: str) -> None:
     Raises ValueError if a process has failed within `sharing_errors`."""
     if not is_distributed():
         return
-    store = process_store()
+    store = get_process_store()
     world_size = distributed.get_world_size()
 
     num_arrived = store.add(key, 1)
@@ -162,7 +162,7 @@ def check_all_signals() -> None:
     collective can be called: a process writes its signal into the process group's store, and reads the store
     for the signals of others at most every STORE_INTERVAL seconds."""
     if is_distributed():
-        store = process_store()
+        store = get_process_store()
         if notice.number:
             store.set(STORE_KEY, str(notice.number))
         elif time.monotonic() - notice.last_read > STORE_INTERVAL:
@@ -172,7 +172,7 @@ def check_all_signals() -> None:
     check_signals()
 
 
-def sending_device(tensor: Tensor) -> torch.device:
+def choose_sending_device(tensor: Tensor) -> torch.device:
     """The device on which a tensor has to be for a collective: a GPU for NCCL, else its own device."""
     return torch.device("cuda") if distributed.get_backend() == "nccl" else tensor.device
 
@@ -194,7 +194,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return on_mesh.full_tensor()
 
 
-def local_rows(values: Tensor, like: Tensor) -> Tensor:
+def select_local_rows(values: Tensor, like: Tensor) -> Tensor:
     """The part of `values`, which are broadcastable to the tensor `like`, that belongs to its local rows. All
     of them, if `like` is not sharded or if all of its rows share the values."""
     if not isinstance(like, DTensor) or values.ndim < like.ndim:
@@ -215,11 +215,11 @@ def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = No
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
     target_device = device or like.to_local().device
-    rows = local_rows(values.detach(), like).to(target_device, copy=True)
+    rows = select_local_rows(values.detach(), like).to(target_device, copy=True)
     return shard_as(rows, like)
 
 
-def with_rows(rows: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+def shard_rows(rows: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
     """Tensors from their local rows, each sharded as the tensor of `likes` at its index. Where that tensor is
     not sharded, the rows are the whole tensor."""
     tensors = []

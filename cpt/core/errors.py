@@ -22,12 +22,12 @@ from yaml import YAMLError
 
 from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
-from cpt.core.files import NO_ROOM_ERRNOS, with_room
+from cpt.core.files import NO_ROOM_ERRNOS, explain_write_error
 from cpt.core.messages import abbreviate
 from cpt.core.overrides import FULL_MAPPINGS
 from cpt.core.preemption import GO_ON, Preempted
 from cpt.core.processes import is_one_of_several
-from cpt.core.schema import join, unknown_name
+from cpt.core.schema import describe_unknown_name, join
 from cpt.core.secrets import redact_text
 
 NEEDS_QUOTES = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra takes only in quotes
@@ -171,7 +171,7 @@ def explain_missing_choice(error: hydra_errors.MissingConfigException) -> str:
         match = MISSING_CHOICE.search(str(error))  # of a list of choices
         path = match[1] if match is not None else ""
     group, name = divide_choice(path)
-    return unknown_choice(group, name, choices_of(group)) if group else ""
+    return describe_unknown_choice(group, name, list_group_choices(group)) if group else ""
 
 
 def divide_choice(path: str) -> tuple[str, str]:
@@ -185,23 +185,23 @@ def divide_choice(path: str) -> tuple[str, str]:
     for num_parts in range(len(parts) - 1, 0, -1):
         is_within_groups = not {"", ".", ".."}.intersection(parts[:num_parts])
         group = "/".join(parts[:num_parts])
-        if is_within_groups and choices_of(group):
+        if is_within_groups and list_group_choices(group):
             return group, "/".join(parts[num_parts:])
     return "", ""
 
 
-def unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
+def describe_unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
     """The message for a choice that a config group does not have. It suggests the choice that other libraries
     and papers call by this name, or the option that takes a path, and says how to list all choices."""
     meant = foreign_names.find_choice(group, name)
     if meant not in choices:
         meant = ""
     if not meant and is_path_or_repository(name):
-        meant = option_of_path(group, name)
+        meant = find_path_options(group, name)
 
-    message = unknown_name(f"{group}={name}", choices, meant=meant)
+    message = describe_unknown_name(f"{group}={name}", choices, meant=meant)
     if group == "model" and not meant:  # `gpt2-large` is a name on the Hub
-        message += f"; a folder or a name on the Hub: {option_of_path(group, name)}"
+        message += f"; a folder or a name on the Hub: {find_path_options(group, name)}"
     return f"{message}; {group}=? describes them"
 
 
@@ -210,7 +210,7 @@ def is_path_or_repository(name: str) -> bool:
     return "/" in name or name.startswith("~") or Path(name).exists()
 
 
-def option_of_path(group: str, path: str) -> str:
+def find_path_options(group: str, path: str) -> str:
     """The options by which a path is given to a config group; empty for a group without such options."""
     is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
     form = HUB_FORMS.get(group) if is_hub_name else None
@@ -225,7 +225,7 @@ def explain_unparsed(error: hydra_errors.OverrideParseException) -> str:
     cause = " ".join(line for line in lines if line and not line.startswith(other_starts))
     if cause.startswith("LexerNoViableAltException"):  # and the argument again
         cause = "it has characters outside Hydra's grammar"
-    return f"{error.override} is invalid: {cause}. Allowed: {allowed_form(str(error.override))}"
+    return f"{error.override} is invalid: {cause}. Allowed: {describe_allowed_form(str(error.override))}"
 
 
 def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException, override: str) -> str:
@@ -237,18 +237,18 @@ def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException, override
     names = [str(name) for name in node or () if name != "hydra"]
     options = [join(section, name) for name in names] or [section]  # a value, which has no options
 
-    choices = choices_with(key, section)
+    choices = list_choices_with(key, section)
     if choices:
-        return unknown_name(key, options, cause=f"it is an option of {section}={','.join(choices)}")
+        return describe_unknown_name(key, options, cause=f"it is an option of {section}={','.join(choices)}")
     root: Any = OmegaConf.to_container(node._get_root()) if node is not None else {}
-    meant = option_elsewhere(override, root)
+    meant = find_option_elsewhere(override, root)
     if meant:
-        return unknown_name(override, options, meant=meant)
-    other_group = option_of_other_group(key, section)
+        return describe_unknown_name(override, options, meant=meant)
+    other_group = describe_option_of_other_group(key, section)
     if other_group:
-        return unknown_name(key, options, cause=other_group)
+        return describe_unknown_name(key, options, cause=other_group)
 
-    message = unknown_name(key, options)
+    message = describe_unknown_name(key, options)
     is_open = section in OPEN_SECTIONS or "." in section
     if is_open and "Did you mean" not in message:
         message = f"{message}; to add it: +{key}=VALUE"
@@ -265,7 +265,7 @@ def explain_composition(error: ConfigCompositionException) -> str:
         if "@" in group:
             missing = "its first line is not # @package _global_"
             return f"{config_name} is invalid: {missing}. Allowed: this line, then defaults: and keys"
-        return f"override /{group} in {config_name}: {unknown_name(group, CONFIG_GROUPS)}"
+        return f"override /{group} in {config_name}: {describe_unknown_name(group, CONFIG_GROUPS)}"
     return match_message(str(error), COMPOSITION_MESSAGES)
 
 
@@ -278,7 +278,7 @@ def match_message(text: str, messages: Mapping[str, str]) -> str:
     return ""
 
 
-def allowed_form(override: str) -> str:
+def describe_allowed_form(override: str) -> str:
     """What is allowed instead of an argument that Hydra cannot parse. A value with signs that it takes in
     quotes only is shown in them, and in those that keep the shell from removing them."""
     key, equals, value = override.partition("=")
@@ -292,15 +292,17 @@ def allowed_form(override: str) -> str:
     return f"key=value, with the value in quotes: {shlex.quote(argument)}"
 
 
-def choices_with(key: str, section: str) -> list[str]:
+def list_choices_with(key: str, section: str) -> list[str]:
     """The choices of a group that have an option."""
     if not section:
         return []
     name = key.rpartition(".")[2]
-    return [path.stem for path in sorted((CONF / section).glob("*.yaml")) if name in options_of_choice(path)]
+    return [
+        path.stem for path in sorted((CONF / section).glob("*.yaml")) if name in list_choice_options(path)
+    ]
 
 
-def options_of_choice(path: Path) -> set[str]:
+def list_choice_options(path: Path) -> set[str]:
     """The options of a choice, by its YAML file: its own, and those of files that its defaults put in the
     same place."""
     content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -312,11 +314,11 @@ def options_of_choice(path: Path) -> set[str]:
             folder, _, package = str(group).rpartition("@")
             part = path.parent / folder / f"{choice}.yaml"
             if package == HERE and part.is_file():
-                names |= options_of_choice(part)
+                names |= list_choice_options(part)
     return names
 
 
-def option_elsewhere(key: str, root: Mapping[str, Any]) -> str:
+def find_option_elsewhere(key: str, root: Mapping[str, Any]) -> str:
     """The option of another section of a config that a user may have meant by an unknown `key`: one of the
     same name, or the one for which another library uses this name, with how they differ; else empty."""
     name = key.rpartition(".")[2]
@@ -328,7 +330,7 @@ def option_elsewhere(key: str, root: Mapping[str, Any]) -> str:
     return min(same_name, key=lambda leaf: leaf.count("."), default="")
 
 
-def option_of_other_group(key: str, section: str) -> str:
+def describe_option_of_other_group(key: str, section: str) -> str:
     """Where an unknown key is an option, in words, if it is one of choices of another group; else empty. The
     keys of a mapping within a section are the user's own."""
     name = key.rpartition(".")[2]
@@ -336,13 +338,13 @@ def option_of_other_group(key: str, section: str) -> str:
         return ""
     for group in SEARCHED_GROUPS:
         other_key = join(group, name)
-        choices = choices_with(other_key, group)
+        choices = list_choices_with(other_key, group)
         if choices:
             return f"{other_key} is an option of {group}={abbreviate(choices, limit=MAX_LISTED_CHOICES)}"
     return ""
 
 
-def choices_of(group: str) -> list[str]:
+def list_group_choices(group: str) -> list[str]:
     if GlobalHydra.instance().is_initialized():
         return GlobalHydra.instance().config_loader().get_group_options(group)
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
@@ -421,11 +423,11 @@ def describe_full_disk(error: BaseException | None) -> str:
                 advice = "raise the limit, or choose another disk, and run the same command again"
             # `writing` may have added the room already: it is shown once.
             if error.filename is None:
-                room = with_room(error, Path.cwd()).strerror
+                room = explain_write_error(error, Path.cwd()).strerror
                 if error.errno != errno.EFBIG:
                     room = f"{room} in {Path.cwd()}"
                 return f"a file cannot be written: {room}; {advice}"
-            with_path = with_room(error, Path(os.fsdecode(error.filename)))
+            with_path = explain_write_error(error, Path(os.fsdecode(error.filename)))
             return f"{with_path.filename} cannot be written: {with_path.strerror}; {advice}"
         error = error.__cause__ or error.__context__
     return ""

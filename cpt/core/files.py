@@ -88,12 +88,12 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or (error.filename is not None and error.errno not in NO_ROOM_ERRNOS):
             raise
-        raise with_room(error, path) from error
+        raise explain_write_error(error, path) from error
     except Exception as error:
         if not WRITE_ERROR.search(str(error)):
             raise
         cause = describe_write_error(error)
-        raise OSError(f"{path} cannot be written ({cause}; {free_space(path)})") from error
+        raise OSError(f"{path} cannot be written ({cause}; {describe_free_space(path)})") from error
 
 
 @contextlib.contextmanager
@@ -141,13 +141,13 @@ def describe_write_error(error: Exception) -> str:
     return f"{reason}, {limit}" if limit else reason
 
 
-def with_room(error: OSError, path: Path) -> OSError:
+def explain_write_error(error: OSError, path: Path) -> OSError:
     """The error of a failed write with its path, which is `path` if `error` names none, and where room is
     lacking with how much there is in its `strerror`, if it is not there already."""
     strerror = str(error.strerror)
     room = ""
     if error.errno in NO_ROOM_ERRNOS and not strerror.endswith((FREE_SPACE_SUFFIX, SIZE_LIMIT_SUFFIX)):
-        room = describe_size_limit() if error.errno == errno.EFBIG else free_space(path)
+        room = describe_size_limit() if error.errno == errno.EFBIG else describe_free_space(path)
     if room:
         strerror = f"{strerror}, {room}"
     return OSError(error.errno, strerror, error.filename or str(path))
@@ -162,7 +162,7 @@ def describe_size_limit() -> str:
     return f"ulimit -f allows {count_noun(limit, 'byte')} {SIZE_LIMIT_SUFFIX}"
 
 
-def free_space(path: Path) -> str:
+def describe_free_space(path: Path) -> str:
     """`12,288 bytes free`, on the disk of a path that need not exist."""
     for folder in (path, *path.absolute().parents):
         try:
@@ -185,7 +185,7 @@ def check_archive(path: Path, *, remedy: str) -> None:
         raise ValueError(f"{path} is truncated or damaged ({damaged}); {remedy}")
 
 
-def file_hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """xxh3 of a file, 32 hexadecimal digits: detects accidents, not forgery."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
@@ -193,7 +193,7 @@ def file_hash(path: Path) -> str:
 
 def hash_files(folder: Path, paths: Iterable[Path]) -> ChecksumTable:
     names = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-    return {name: (path.stat().st_size, file_hash(path)) for name, path in names.items()}
+    return {name: (path.stat().st_size, hash_file(path)) for name, path in names.items()}
 
 
 def write_checksums(folder: Path, paths: Iterable[Path], *, unread: ChecksumTable | None = None) -> None:
@@ -233,7 +233,7 @@ def find_damage(folder: Path, table: ChecksumTable, *, full: bool) -> Iterator[s
             current_size = path.stat().st_size
             if current_size != size:
                 yield f"{name} has {count_noun(current_size, 'byte')}, not {size:,}"
-            elif full and file_hash(path) != digest:
+            elif full and hash_file(path) != digest:
                 yield f"{name} differs from its checksum"
         except FileNotFoundError:
             yield f"{name} is missing"

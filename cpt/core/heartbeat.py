@@ -381,7 +381,7 @@ class Silence(Lines):
         pass
 
 
-def progress_bar(
+def make_progress_bar(
     label: str,
     *,
     total: int | None,

@@ -13,9 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import ListConfig, OmegaConf
 
 import cpt.core.overrides  # noqa: F401  (mappings of the command line)
-from cpt.core.config import canonical, digest, is_execution_key
+from cpt.core.config import convert_to_canonical, digest, is_execution_key
 from cpt.core.secrets import redact
-from cpt.core.slurm import step_nodes, tasks_per_node
+from cpt.core.slurm import count_tasks_per_node, step_nodes
 
 CONFIG = "config"  # the primary config, of our own conf/ and of a user's
 # Options that are shown by themselves, and where text lies: they are not part of a run's variant.
@@ -42,7 +42,7 @@ def name_run(overrides: Sequence[str], method: str, order: Any, seed: int, *, nu
     """The run folder's name: method, order, seed and what else was chosen. A path is named by its last part,
     or by as many parts as are asked for."""
     parts = [method, f"order-{order}", f"seed-{seed}"]
-    for key, value in sorted(list_choices(as_written(overrides)).items()):
+    for key, value in sorted(list_choices(list_typed_overrides(overrides)).items()):
         if key not in ("method", "order", "seed", "hydra"):
             short_value = shorten_path(value, num_parts=num_path_parts) if "/" in value else value
             parts.append(f"{key}-{short_value}")
@@ -107,19 +107,19 @@ def describe_variant(overrides: Sequence[str]) -> str:
     """The label `key=value; key=value` of a job, of those of its overrides that decide the result and are not
     shown by themselves."""
     choices = []
-    for key, value in sorted(list_choices(as_written(overrides)).items()):
+    for key, value in sorted(list_choices(list_typed_overrides(overrides)).items()):
         if key not in OUTSIDE_VARIANT:
             short_key = key.removeprefix("routing@").removeprefix("method.")
             if key == PATTERNS_OPTION:
-                value = as_patterns(value)
+                value = restore_patterns(value)
             choices.append(f"{short_key}={value}")
     return "; ".join(choices)
 
 
-def as_patterns(value: str) -> str:
+def restore_patterns(value: str) -> str:
     r"""Regular expressions as they are typed in quotes, without what `cpt.cli` makes of them for Hydra.
 
-    >>> print(as_patterns(r"{layers[.]0: 0.5, \Aembed: 0.1}"))
+    >>> print(restore_patterns(r"{layers[.]0: 0.5, \Aembed: 0.1}"))
     {layers[.]0: 0.5, ^embed: 0.1}
     """
     return re.sub(r"\\A", "^", value)
@@ -130,7 +130,7 @@ def unescape(value: str) -> str:
     return HYDRA_ESCAPE.sub(r"\1", value)
 
 
-def as_written(overrides: Sequence[str]) -> tuple[str, ...]:
+def list_typed_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     """Overrides as they were typed, also out of Hydra's config, which would resolve `${oc.env:NAME}`."""
     if isinstance(overrides, ListConfig):
         return tuple(map(str, OmegaConf.to_container(overrides, resolve=False)))  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
             text = str(override.input_line).partition("=")[2]
 
             if is_number:
-                text = str(canonical("", value))
+                text = str(convert_to_canonical("", value))
             elif isinstance(value, dict | list):
                 # As a sweep hands it to its jobs: else a run and the job of a sweep had different labels.
                 text = unescape(override.get_value_element_as_str())
@@ -176,6 +176,6 @@ OmegaConf.register_new_resolver(
 )
 OmegaConf.register_new_resolver("choices", name_run, replace=True)
 # Of `trainer` under srun, as torchrun's environment variables are.
-OmegaConf.register_new_resolver("tasks_per_node", tasks_per_node, replace=True)
+OmegaConf.register_new_resolver("tasks_per_node", count_tasks_per_node, replace=True)
 OmegaConf.register_new_resolver("step_nodes", step_nodes, replace=True)
 OmegaConf.register_new_resolver("variant", variant, replace=True)

@@ -1,9 +1,9 @@
 """Signals that ask a run to leave: what it has learned is saved first, and the same command resumes it.
 
-The first signal is recorded; those that follow within `together_s()` are the same one. Where nothing would
-be lost it ends the run at once, by an exception; within `defer_signals()`, and with several processes, the
-run continues to the next point at which it can leave, and all processes leave there. A second signal ends
-the process as it is."""
+The first signal is recorded; those that follow within `choose_signal_window()` are the same one. Where
+nothing would be lost it ends the run at once, by an exception; within `defer_signals()`, and with several
+processes, the run continues to the next point at which it can leave, and all processes leave there. A
+second signal ends the process as it is."""
 
 import atexit
 import os
@@ -81,7 +81,7 @@ def is_rank_of_lightning() -> bool:
     return "LOCAL_RANK" in os.environ and not is_started_by_torchrun() and not is_slurm_task()
 
 
-def together_s() -> float:
+def choose_signal_window() -> float:
     """Seconds in which signals to this process are one: longer in the job of a sweep, which a scheduler, its
     process group and the launcher may signal one after another."""
     return float(os.environ.get(TOGETHER, TOGETHER_S))
@@ -96,7 +96,7 @@ def watch_signals(received: socket.socket) -> None:
             continue
         if numbers[0] in SIGNALS and signal.getsignal(numbers[0]) == notice.receive:
             first = first or time.monotonic()
-            if time.monotonic() - first > together_s():
+            if time.monotonic() - first > choose_signal_window():
                 for child in list_child_processes():
                     child.kill()
                 os._exit(128 + numbers[0])

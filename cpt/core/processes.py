@@ -11,7 +11,7 @@ import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from cpt.core.slurm import started_tasks
+from cpt.core.slurm import count_started_tasks
 
 # Environment variables: the process that must not be outlived; whether this is its child, a job of a sweep
 PARENT, JOB = "CPT_LAUNCHER", "CPT_JOB"
@@ -43,7 +43,7 @@ def find_stray_ranks() -> str:
 
 def is_one_of_several() -> bool:
     """Whether other processes may work on the same run."""
-    return "LOCAL_RANK" in os.environ or started_tasks() > 1
+    return "LOCAL_RANK" in os.environ or count_started_tasks() > 1
 
 
 def is_distributed() -> bool:

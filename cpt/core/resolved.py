@@ -64,7 +64,7 @@ def resolve_once(config: DictConfig) -> None:
 def resolve_values(config: DictConfig) -> dict[str, Any]:
     """Replaces what another process would resolve otherwise by its value; returns these values by key."""
     HydraConfig.instance().set_config(config)  # for ${hydra:…}
-    values = changing_values(config)
+    values = find_changing_values(config)
     set_values(config, values)
     return values
 
@@ -136,13 +136,13 @@ def resolve_job(config: DictConfig, number: int, *, sweep: DictConfig) -> list[s
 
     values = resolve_values(config)
     resolve_run_folder(config)
-    overrides = [as_override(key, value) for key, value in values.items()]
+    overrides = [format_override(key, value) for key, value in values.items()]
     if "job.num" in str(own_tree(config)):
         overrides.append(f"{JOB_NUMBER}={number}")
     return overrides
 
 
-def changing_values(config: DictConfig) -> dict[str, Any]:
+def find_changing_values(config: DictConfig) -> dict[str, Any]:
     """The values of a config's leaves that another process would resolve otherwise, by key."""
     values = {}
     for key, raw_value in flatten(own_tree(config)):  # without the keys of Hydra itself
@@ -167,21 +167,21 @@ def set_values(config: DictConfig, values: Mapping[str, Any]) -> None:
             OmegaConf.update(config, key, value, force_add=True)
 
 
-def as_override(key: str, value: Any) -> str:
+def format_override(key: str, value: Any) -> str:
     """`++key=value` in Hydra's grammar."""
-    return f"++{key}={as_value(value)}"
+    return f"++{key}={format_override_value(value)}"
 
 
-def as_value(value: Any) -> str:
+def format_override_value(value: Any) -> str:
     """A value as an override of Hydra has it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
-        return f"[{','.join(map(as_value, value))}]"
+        return f"[{','.join(map(format_override_value, value))}]"
     if isinstance(value, Mapping):
-        items = [f"{key}: {as_value(item)}" for key, item in value.items()]
+        items = [f"{key}: {format_override_value(item)}" for key, item in value.items()]
         return f"{{{','.join(items)}}}"
     if isinstance(value, int | float):
         return str(value)

@@ -84,28 +84,28 @@ def describe_allowed(kind: Any) -> str:
     if origin is Literal:
         return ", ".join(dict.fromkeys(map(str, arguments)))
     if origin is tuple:
-        return allowed_list(arguments[0], is_required=MinLen in bounds)
+        return describe_allowed_list(arguments[0], is_required=MinLen in bounds)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return allowed_mapping(arguments[1])
+        return describe_allowed_mapping(arguments[1])
     if base is int:
         return f"a whole number, {bounds[Ge]} or more"
     if base == Number:
-        return allowed_number(bounds)
+        return describe_allowed_number(bounds)
     if arguments:
-        return allowed_union(arguments)
+        return describe_allowed_union(arguments)
     if is_dataclass(base):
         return MAPPING
     return {bool: "true, false", str: "a text"}.get(base, "")
 
 
-def allowed_list(item: Any, *, is_required: bool) -> str:
+def describe_allowed_list(item: Any, *, is_required: bool) -> str:
     choices = describe_allowed(item)
     if get_origin(item) is not Literal:
         return f"a list, each {choices}"
     return f"one or more of {choices}" if is_required else f"some of {choices}, or []"
 
 
-def allowed_mapping(values: Any) -> str:
+def describe_allowed_mapping(values: Any) -> str:
     if values is str:
         return "keys with texts, {key: text}"
     if values == Sequence[str]:
@@ -113,7 +113,7 @@ def allowed_mapping(values: Any) -> str:
     return MAPPING
 
 
-def allowed_number(bounds: Mapping[type, Any]) -> str:
+def describe_allowed_number(bounds: Mapping[type, Any]) -> str:
     if Ge in bounds and Le in bounds:
         return f"{bounds[Ge]:g} to {bounds[Le]:g}"
     low = f"{bounds[Ge]:g} or more" if Ge in bounds else f"above {bounds[Gt]:g}"
@@ -124,7 +124,7 @@ def allowed_number(bounds: Mapping[type, Any]) -> str:
     return low
 
 
-def allowed_union(kinds: Sequence[Any]) -> str:
+def describe_allowed_union(kinds: Sequence[Any]) -> str:
     words = [describe_allowed(kind) for kind in kinds if kind is not NoneType]
     if NoneType in kinds:
         words.insert(0, "null")
@@ -145,10 +145,10 @@ def config(kind: type[T]) -> type[T]:
 
     def init(self: Any, **options: Any) -> None:
         # A config has lists and mappings, where the strict types are tuples and Options.
-        types = option_types(dataclass_kind)
+        types = list_option_types(dataclass_kind)
         values = {}
         for name, value in options.items():
-            values[name] = with_python_types(value, types.get(name), section=name)
+            values[name] = convert_to_python_types(value, types.get(name), section=name)
         try:
             validating_init(self, **values)
         except ValidationError as error:
@@ -169,7 +169,7 @@ def describe_error(
 
     name = str(first["loc"][0])
     if name in types and name in options:
-        return wrong_value(name, options[name], types[name])
+        return wrong_value_error(name, options[name], types[name])
     problem = "is invalid: unknown option" if name in options else "is missing"
     return ValueError(f"{name} {problem}. Allowed: {', '.join(types)}")
 
@@ -182,13 +182,13 @@ class Options:
         """Raises ValueError for options that do not go together."""
 
 
-def option_types(kind: type) -> dict[str, Any]:
+def list_option_types(kind: type) -> dict[str, Any]:
     """The declared type of each option."""
     types = declared_types(kind)
     return {option.name: types[option.name] for option in fields(kind)}
 
 
-def with_python_types(value: Any, kind: Any, *, section: str) -> Any:
+def convert_to_python_types(value: Any, kind: Any, *, section: str) -> Any:
     """A list as a tuple; keys with values as the Options that are declared there."""
     if isinstance(value, Mapping):
         for declared in (kind, *get_args(kind)):
@@ -199,7 +199,7 @@ def with_python_types(value: Any, kind: Any, *, section: str) -> Any:
     return value
 
 
-def wrong_value(key: str, value: Any, kind: Any) -> InvalidOptionError:
+def wrong_value_error(key: str, value: Any, kind: Any) -> InvalidOptionError:
     """The error for a value that a type does not allow, with the value that may be meant."""
     is_too_large = isinstance(value, int | float) and value >= 2**63
     limit = ", below 2^63" if is_too_large else ""
@@ -230,7 +230,7 @@ def list_literals(kind: Any) -> Iterator[Any]:
 
 
 @functools.cache
-def validator(kind: Any, *, finite: bool = True) -> Callable[[Any], Any]:
+def make_validator(kind: Any, *, finite: bool = True) -> Callable[[Any], Any]:
     """A function that raises ValidationError for a value that the type does not allow; with `finite` also for
     NaN and infinities."""
     if is_dataclass(kind):
@@ -243,7 +243,7 @@ def validator(kind: Any, *, finite: bool = True) -> Callable[[Any], Any]:
 def fits(value: Any, kind: Any) -> bool:
     """Whether a type allows a value."""
     try:
-        validator(kind)(with_python_types(value, kind, section=""))
+        make_validator(kind)(convert_to_python_types(value, kind, section=""))
     except ValueError:
         return False
     return True
@@ -251,8 +251,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 def check_value(key: str, value: Any, kind: Any) -> None:
     """Raises ValueError, `key=value is invalid. Allowed: …`, for a value that a type does not allow."""
-    if not fits(with_python_types(value, kind, section=key), kind):
-        raise wrong_value(key, value, kind)
+    if not fits(convert_to_python_types(value, kind, section=key), kind):
+        raise wrong_value_error(key, value, kind)
 
 
 def check_types(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
@@ -261,7 +261,7 @@ def check_types(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
         if name not in values:
             raise ValueError(f"{name} is missing, needed is {getattr(kind, '__name__', kind)}")
         try:
-            validator(kind, finite=False)(values[name])
+            make_validator(kind, finite=False)(values[name])
         except ValidationError as error:
             raise ValueError(describe_wrong_type(error, name)) from error
 
@@ -300,7 +300,7 @@ def prefix_errors(section: str) -> Iterator[None]:
         raise ValueError(join(section, str(error))) from error
 
 
-def unknown_name(
+def describe_unknown_name(
     key: str,
     allowed: Iterable[str],
     *,
@@ -354,12 +354,12 @@ def check_names(names: Iterable[str], allowed: Iterable[str], *, section: str) -
     allowed_keys = [join(section, name) for name in allowed]
     for name in names:
         if join(section, name) not in allowed_keys:
-            raise ValueError(unknown_name(join(section, name), allowed_keys))
+            raise ValueError(describe_unknown_name(join(section, name), allowed_keys))
 
 
 def read_options(kind: type[Read], values: Mapping[str, Any], *, section: str) -> Read:
     """Options from the values of a section. Raises ValueError for one that is unknown, missing or wrong."""
-    check_names(values, option_types(kind), section=section)
+    check_names(values, list_option_types(kind), section=section)
     for declared in fields(kind):
         if declared.default is MISSING and declared.name not in values:
             key = join(section, declared.name)

@@ -246,8 +246,8 @@ def fingerprint(value: Any) -> str:
 
 def is_same_setting(first: Any, second: Any) -> bool:
     """Whether two values of shown configs are the same, where one may be hidden as from the environment."""
-    first_print = stored_fingerprint(first)
-    second_print = stored_fingerprint(second)
+    first_print = find_stored_fingerprint(first)
+    second_print = find_stored_fingerprint(second)
     if first_print is None and second_print is None:
         return bool(first == second)
     if first_print is None:
@@ -257,7 +257,7 @@ def is_same_setting(first: Any, second: Any) -> bool:
     return first_print == second_print
 
 
-def stored_fingerprint(value: Any) -> str | None:
+def find_stored_fingerprint(value: Any) -> str | None:
     """The fingerprint in a value that is hidden as from the environment; None for another value."""
     match = FROM_ENVIRONMENT.fullmatch(str(value))
     return match[1] if match else None
@@ -267,7 +267,7 @@ def stored_fingerprint(value: Any) -> str | None:
 collected_variables: ContextVar[list[str] | None] = ContextVar("collected_variables", default=None)
 
 
-def environment_variable(name: str, default: Any = NO_DEFAULT) -> str | None:
+def read_environment_variable(name: str, default: Any = NO_DEFAULT) -> str | None:
     """OmegaConf's resolver `oc.env`, which also collects the names of the variables that are set."""
     names = collected_variables.get()
     if names is not None and name in os.environ:
@@ -315,4 +315,4 @@ def hide_item(node: Any, key: Any, names: Sequence[str]) -> Any:
     return hide_environment(value, [*names, *names_of_item])
 
 
-OmegaConf.register_new_resolver("oc.env", environment_variable, replace=True)
+OmegaConf.register_new_resolver("oc.env", read_environment_variable, replace=True)

@@ -19,7 +19,16 @@ from cpt.core.config import CHOICE_KEYS
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.preemption import check_signals
-from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
+from cpt.core.schema import (
+    Options,
+    Read,
+    Text,
+    check_names,
+    check_value,
+    join,
+    list_option_types,
+    read_options,
+)
 
 RESERVED_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", *CHOICE_KEYS)  # of a choice: no options
 LIBRARIES = ("torch", "lightning", "transformers", "peft", "torchmetrics")  # slow to import, without Options
@@ -102,7 +111,7 @@ class Choice:
         return dict(vars(self.options))
 
 
-def options_class(target: str, *, section: str) -> type[Options] | None:
+def find_class_options(target: str, *, section: str) -> type[Options] | None:
     """The Options of a class: `NameOptions` in options.py of its package, the class itself, or of a user's
     class `NameOptions` in its module; None if it has none. Raises ValueError where there is no such class."""
     module_name, _, name = target.rpartition(".")
@@ -118,8 +127,8 @@ def options_class(target: str, *, section: str) -> type[Options] | None:
 
 
 def find_options_class(target: str, module_name: str, name: str, *, section: str) -> type[Options] | None:
-    """As `options_class`, for a `target` that is the class `name` of a module. Raises whatever the module
-    raises while it is imported."""
+    """As `find_class_options`, for a `target` that is the class `name` of a module. Raises whatever the
+    module raises while it is imported."""
     package = module_name.rpartition(".")[0]
     if package and find_spec(f"{package}.options"):
         options = getattr(import_module(f"{package}.options"), f"{name}Options", None)
@@ -162,7 +171,7 @@ class Section:
 
     def read(self, kind: type[Read]) -> Read:
         """The options of the section. Raises ValueError as `read_options`."""
-        types = option_types(kind)
+        types = list_option_types(kind)
         values = {}
         for name, value in self.values.items():
             # Skip unknown keys that other values refer to by ${…}: helper variables, not misspelt options.
@@ -182,7 +191,7 @@ class Section:
         if target is None:
             return None
 
-        kind = options_class(target, section=self.name)
+        kind = find_class_options(target, section=self.name)
         arguments = self.only(name for name in self.values if name not in RESERVED_KEYS)
         if kind is None and not target.startswith("cpt."):  # a library's class or a user's without Options
             return Choice(target, arguments.values or Options())
@@ -197,7 +206,7 @@ class Section:
 
     def split(self, kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values that Options have a name for, and the others."""
-        types = option_types(kind)
+        types = list_option_types(kind)
         options = {name: value for name, value in self.values.items() if name in types}
         other_values = {name: value for name, value in self.values.items() if name not in types}
         return options, other_values

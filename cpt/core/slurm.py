@@ -25,7 +25,7 @@ TASK = (
 )
 
 
-def requested_tasks() -> int:
+def count_requested_tasks() -> int:
     """The number of tasks that the job, or the step of this process, was asked for; 0 outside of SLURM."""
     number = os.environ.get("SLURM_NTASKS", "")
     return int(number) if number.isdigit() else 0
@@ -42,21 +42,21 @@ def is_interactive() -> bool:
 def is_slurm_task() -> bool:
     """Whether srun started this process as a task of a run. torchrun counts its own processes, and a shell
     that srun started, alone, is where a user types commands."""
-    in_step = any(name in os.environ for name in STEP) and requested_tasks() > 0
-    is_shell = requested_tasks() == 1 and is_interactive()
+    in_step = any(name in os.environ for name in STEP) and count_requested_tasks() > 0
+    is_shell = count_requested_tasks() == 1 and is_interactive()
     return in_step and not is_shell and not is_started_by_torchrun()
 
 
-def started_tasks() -> int:
+def count_started_tasks() -> int:
     """The number of tasks that work on the run of this process; 1 outside of a step of srun."""
-    return requested_tasks() if is_slurm_task() else 1
+    return count_requested_tasks() if is_slurm_task() else 1
 
 
 def check_launch(devices: int | None, nodes: int) -> None:
     """Raises ValueError if SLURM has not started one task for each of the `devices` (None: not known yet)
     of each of the `nodes`: in a job of several tasks whose script calls the program without srun, the first
     would wait for the others; a single task for several devices would use one of them."""
-    tasks = requested_tasks()
+    tasks = count_requested_tasks()
     is_job = tasks > 0 and not is_started_by_torchrun()
     if is_job and not is_slurm_task() and not is_interactive():
         if tasks > 1:
@@ -76,7 +76,7 @@ def check_task_count(devices: int, nodes: int) -> None:
     """Raises ValueError if the tasks that srun started are not one for each of the `devices` of each of the
     `nodes`."""
     if is_slurm_task():
-        compare_tasks(requested_tasks(), devices, nodes)
+        compare_tasks(count_requested_tasks(), devices, nodes)
 
 
 def compare_tasks(tasks: int, devices: int, nodes: int) -> None:
@@ -89,19 +89,19 @@ def compare_tasks(tasks: int, devices: int, nodes: int) -> None:
         )
 
 
-def tasks_per_node(default: int) -> int:
+def count_tasks_per_node(default: int) -> int:
     """The tasks of this step on each node, for `trainer.devices`; the default outside of a step."""
     number = os.environ.get("SLURM_NTASKS_PER_NODE", "")
-    return int(number) if started_tasks() > 1 and number.isdigit() else default
+    return int(number) if count_started_tasks() > 1 and number.isdigit() else default
 
 
 def step_nodes() -> int:
     """The nodes of this step, for `trainer.num_nodes`; 1 outside of a step."""
     number = os.environ.get("SLURM_NNODES", "")
-    return int(number) if started_tasks() > 1 and number.isdigit() else 1
+    return int(number) if count_started_tasks() > 1 and number.isdigit() else 1
 
 
-def without_task(environment: Mapping[str, str]) -> dict[str, str]:
+def remove_task_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for a process that is not a task: a job of a sweep that runs inside an allocation."""
     dropped = {*TASK, *(name for name in environment if name.startswith("SLURM_STEP"))}
     return {name: value for name, value in environment.items() if name not in dropped}

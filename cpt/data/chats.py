@@ -66,10 +66,10 @@ class ChatCounts:
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template prints the day on which it is rendered."""
-    return "strftime_now(" in "".join(templates_of(tokenizer).values())
+    return "strftime_now(" in "".join(read_chat_templates(tokenizer).values())
 
 
-def templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def read_chat_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """The chat templates of a tokenizer by name, `default` where there is one."""
     template = tokenizer.chat_template
     if not template:
@@ -77,7 +77,7 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return dict(template) if isinstance(template, Mapping) else {DEFAULT_TEMPLATE: str(template)}
 
 
-def with_date(template: str, date: str | None) -> str:
+def set_template_date(template: str, date: str | None) -> str:
     """The template with `strftime_now("…")` replaced by that day. Raises ValueError for a call in another
     form, which would print today."""
     if "strftime_now(" not in template:
@@ -108,7 +108,8 @@ class ChatEncoder:
     @cached_property
     def templates(self) -> dict[str, str]:
         return {
-            name: with_date(template, self.date) for name, template in templates_of(self.tokenizer).items()
+            name: set_template_date(template, self.date)
+            for name, template in read_chat_templates(self.tokenizer).items()
         }
 
     @cached_property
@@ -230,7 +231,7 @@ class ChatEncoder:
         """The ids of a text that follows another, in which control tokens are parsed, but for marked ones."""
         if MARK.search(text):
             return self.ids_of_marked(text, is_first=False)
-        return ids_within(self.parse, text)
+        return encode_within(self.parse, text)
 
     def ids_of_marked(self, text: str, *, is_first: bool = True) -> list[int]:
         """The ids of a text in which marked control tokens are spelled out; those of the template are parsed.
@@ -241,7 +242,7 @@ class ChatEncoder:
             if index == 0 and is_first and piece:
                 ids += self.parse(piece)
             elif piece:
-                ids += ids_within(self.text_encoder.encode_body if is_marked else self.parse, piece)
+                ids += encode_within(self.text_encoder.encode_body if is_marked else self.parse, piece)
         return ids
 
     def mark(self, text: str) -> str:
@@ -269,7 +270,7 @@ def mark_match(match: re.Match[str]) -> str:
     return f"{MARK_BEGIN}{match[0]}{MARK_END}"
 
 
-def ids_within(encode: Callable[[str], list[int]], text: str) -> list[int]:
+def encode_within(encode: Callable[[str], list[int]], text: str) -> list[int]:
     """The ids that `encode` gives of a text that follows another: without the blank that SentencePiece puts
     before a text."""
     for anchor in ANCHORS:
@@ -280,7 +281,7 @@ def ids_within(encode: Callable[[str], list[int]], text: str) -> list[int]:
     return encode(text)
 
 
-def sequences_of(answers: Sequence[Answer]) -> list[list[Answer]]:
+def group_into_sequences(answers: Sequence[Answer]) -> list[list[Answer]]:
     """The answers of a chat by sequence: an answer shares that of the previous one if its prompt begins with
     the tokens of that one's prompt and answer."""
     sequences: list[list[Answer]] = []

@@ -118,37 +118,37 @@ def label_batch(
     return batch
 
 
-def output_ids(batch: Batch) -> Tensor:
+def select_output_ids(batch: Batch) -> Tensor:
     """The ids [B, L] of the places that a model's output has: the decoder's, else `input_ids`."""
     return batch.get("decoder_input_ids", batch["input_ids"])
 
 
-def inputs_of(batch: Batch) -> dict[str, Tensor]:
+def select_inputs(batch: Batch) -> dict[str, Tensor]:
     return {name: value for name, value in batch.items() if name in INPUTS and isinstance(value, Tensor)}
 
 
-def labels_of(batch: Batch) -> Tensor:
+def place_labels(batch: Batch) -> Tensor:
     """Labels [B, L], each at the position that predicts it."""
-    labels = torch.full_like(output_ids(batch).flatten(), UNSCORED)
+    labels = torch.full_like(select_output_ids(batch).flatten(), UNSCORED)
     labels[batch["positions"]] = batch["targets"]
-    return labels.view_as(output_ids(batch))
+    return labels.view_as(select_output_ids(batch))
 
 
 def select_row(batch: Batch, row: int) -> Batch:
     """One row of a batch as a batch, without a weight."""
     is_of_row = batch["rows"] == row
-    length = output_ids(batch).shape[1]
+    length = select_output_ids(batch).shape[1]
     row_batch: Batch = {
         "positions": batch["positions"][is_of_row] - row * length,
         "targets": batch["targets"][is_of_row],
         "rows": torch.zeros_like(batch["rows"][is_of_row]),
     }
-    inputs = {name: value[row : row + 1] for name, value in inputs_of(batch).items()}
+    inputs = {name: value[row : row + 1] for name, value in select_inputs(batch).items()}
     row_batch.update(cast(Batch, inputs))
     return row_batch
 
 
-def idle_batch(batch: Batch) -> Batch:
+def make_idle_batch(batch: Batch) -> Batch:
     """A batch without scored places, for a process that only takes part in a collective forward pass."""
     tensors = dict(cast(dict[str, Tensor], batch))
     for name in ("positions", "targets", "rows", "documents"):

@@ -20,7 +20,7 @@ from cpt.data.sources.base import CONCAT, GENERAL, NONE, Encoding, Source, TextO
 from cpt.data.sources.mixed import MixedReader, MixedSource
 from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder, encode_corpus
-from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
+from cpt.data.tokenizer_hash import hash_row_format, hash_tokenizer
 
 log = logging.getLogger(__name__)
 MAX_SHOWN = 3  # pairs of texts, or texts, that a message names
@@ -99,7 +99,7 @@ class Corpora:
                 encoder=self.encoder(format.tokenizer, length, seq2seq=seq2seq),
                 name=name,
                 cache=self.cache,
-                rows_digest=with_template(rows_digest(format.tokenizer), format.tokenizer),
+                rows_digest=hash_with_template(hash_row_format(format.tokenizer), format.tokenizer),
             )
         return pack(
             self.by_name[name],
@@ -153,7 +153,7 @@ class Corpora:
             on_bad_example=part.options.on_bad_example,
             date=date or TEMPLATE_DATE,
         )
-        template_digest = with_template(rows_digest(format.tokenizer), format.tokenizer)
+        template_digest = hash_with_template(hash_row_format(format.tokenizer), format.tokenizer)
         chats = encode_corpus(
             part.corpus,
             "train",
@@ -183,13 +183,13 @@ class Corpora:
 
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
-        tokenizer_hash = tokenizer_digest(tokenizer)
+        tokenizer_hash = hash_tokenizer(tokenizer)
         if self.encoding is None:  # chats of sources of replay change no loss on held-out text
             return tokenizer_hash
-        return with_template(tokenizer_hash, tokenizer)
+        return hash_with_template(tokenizer_hash, tokenizer)
 
 
-def with_template(tokenizer_hash: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def hash_with_template(tokenizer_hash: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of a tokenizer and its chat template, if it has one."""
     template = getattr(tokenizer, "chat_template", None)
     return digest([tokenizer_hash, template]) if template else tokenizer_hash

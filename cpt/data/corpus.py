@@ -24,7 +24,7 @@ from cpt.data.near_duplicates import (
     NearDuplicates,
     count_near_duplicates,
 )
-from cpt.data.sources.base import EXAMPLES, DocumentSource, stamp_of
+from cpt.data.sources.base import EXAMPLES, DocumentSource, make_stamp
 from cpt.data.sources.examples import log_skipped, read_example
 
 log = logging.getLogger(__name__)
@@ -62,11 +62,11 @@ def make_corpus(source: DocumentSource, name: str, *, cache: Path) -> Corpus:
 
     Raises ValueError for a domain with too few documents to train on and hold some out, and for text that
     changes while it is read."""
-    stamp = stamp_of(source, name)
+    stamp = make_stamp(source, name)
 
     def write(folder: Path) -> None:
         write_corpus(source, name, folder)
-        if stamp_of(source, name) != stamp:
+        if make_stamp(source, name) != stamp:
             raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
 
     folder = make_once(cache / "corpora" / stamp, make=write)
@@ -133,17 +133,17 @@ def compare_splits(corpus: Corpus, name: str, *, form: str) -> NearDuplicates:
     for split in ("valid", "test"):
         documents = corpus.documents(split)
         positions = np.unique(np.linspace(0, len(documents) - 1, MAX_HELD_OUT, dtype=int))
-        samples.append(compared_texts(documents.select(positions), form))
+        samples.append(select_compared_texts(documents.select(positions), form))
     return count_near_duplicates(
         chain.from_iterable(samples),
-        compared_texts(corpus.documents("train"), form),
+        select_compared_texts(corpus.documents("train"), form),
         name=name,
         num_training=corpus.facts["documents"]["train"],
         train_bytes=corpus.facts["bytes"]["train"],
     )
 
 
-def compared_texts(documents: Dataset, form: str) -> Iterator[str]:
+def select_compared_texts(documents: Dataset, form: str) -> Iterator[str]:
     """The texts by which documents are compared: for examples, what they ask about without their prompt."""
     for begin in range(0, len(documents), BATCH_DOCUMENTS):
         for document in documents[begin : begin + BATCH_DOCUMENTS]["text"]:

@@ -15,7 +15,7 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.distributed import leave_together
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.randomness import key, permute
 from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
@@ -40,7 +40,7 @@ class ImportanceLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # Not in the heartbeat: it takes the bars of a stage for steps of training.
-        with progress_bar(
+        with make_progress_bar(
             f"measuring on {self.domain}",
             total=len(self.loader),
             hidden=self.is_silent,

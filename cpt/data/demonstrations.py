@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from cpt.data.chats import ChatEncoder, RenderedChat, ids_within
+from cpt.data.chats import ChatEncoder, RenderedChat, encode_within
 from cpt.data.sources.base import SPLIT
 from cpt.data.sources.examples import USER, BadExampleError, Example, Turn
 from cpt.data.text_encoder import TextEncoder
@@ -33,8 +33,8 @@ class Demonstration:
         encode_body = TextEncoder(tokenizer, SPLIT).encode_body
         text_before, _, text_after = text.partition(ANSWER_FIELD)
         return cls(
-            before=ids_within(encode_body, text_before),
-            after=ids_within(encode_body, text_after),
+            before=encode_within(encode_body, text_before),
+            after=encode_within(encode_body, text_after),
             end_of_question=find_end_of_question(tokenizer),
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, make_progress_bar
 
 SPAN = 8  # bytes: one integer
 MIN_SIMILARITY = 0.5
@@ -39,7 +39,7 @@ class NearDuplicates:
     train_share: float  # share of the training documents that they were compared to
 
 
-def normalized_bytes(text: str) -> bytes:
+def normalize_to_bytes(text: str) -> bytes:
     """A text in lower case with its white space joined, as bytes: what spans are taken of."""
     return " ".join(text.lower().split()).encode(errors="replace")
 
@@ -57,7 +57,7 @@ def hash_spans(raw: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield offset + SPAN * np.arange(count), hashes
 
 
-def distinct_spans(raw: bytes) -> np.ndarray:
+def hash_distinct_spans(raw: bytes) -> np.ndarray:
     """The hashes of the spans of a text, each once, sorted, [distinct spans] uint64."""
     parts = [np.empty(0, np.uint64)]  # of a text that is shorter than a span
     for _, hashes in hash_spans(raw):
@@ -73,7 +73,7 @@ class HeldOutSpans:
         hash_parts = [np.empty(0, np.uint64)]
         document_parts = [np.empty(0, np.int64)]
         for document, text in enumerate(texts):
-            distinct = distinct_spans(normalized_bytes(text))
+            distinct = hash_distinct_spans(normalize_to_bytes(text))
             smallest = distinct[:MAX_CANDIDATES]
             hash_parts.append(smallest)
             document_parts.append(np.full(len(smallest), document))
@@ -114,7 +114,7 @@ class HeldOutSpans:
         number of pairs of a span of a training text and an equal span of a held-out document."""
         if not len(self.keys):
             return 0
-        raw_texts = [normalized_bytes(text) for text in texts]
+        raw_texts = [normalize_to_bytes(text) for text in texts]
         lengths = np.array([len(raw) for raw in raw_texts])
         starts = np.cumsum(lengths + 1) - lengths - 1
         # Normalized texts have no line feed: no span over the border of two texts is in a document.
@@ -157,7 +157,9 @@ class HeldOutSpans:
         sampled spans are in the text."""
         # A text may be a candidate for several documents: its spans are counted once.
         distinct_indices, inverse = np.unique(text_indices, return_inverse=True)
-        distinct_sizes = np.array([len(distinct_spans(raw_texts[index])) for index in distinct_indices], int)
+        distinct_sizes = np.array(
+            [len(hash_distinct_spans(raw_texts[index])) for index in distinct_indices], int
+        )
         text_sizes = distinct_sizes[inverse]  # in distinct spans, [pairs]
         document_sizes = self.sizes[document_indices]
 
@@ -210,7 +212,7 @@ def count_near_duplicates(
     stride = max(1, math.ceil(train_bytes / MAX_TRAIN_BYTES))
     num_read = 0
     num_matches = 0
-    with progress_bar(
+    with make_progress_bar(
         f"comparing held-out documents of {name}",
         total=num_training,
         unit=" documents",

@@ -17,7 +17,7 @@ from tokenizers import Encoding, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.data.text_encoder import merge_entries, unknown_id
+from cpt.data.text_encoder import find_unknown_id, merge_entries
 
 WHOLE_WORDS = ("WordPiece", "Unigram")  # models that get whole words; BPE gets merges
 SPACES = "▁Ġ"  # signs that stand for a blank in vocabulary entries
@@ -53,7 +53,7 @@ class WordCounts:
         """Adds the words of an encoded text."""
         ids = np.array(encoding.ids, np.int32)
         self.num_tokens += len(ids)
-        words = word_bounds(ids, encoding, rules)
+        words = find_word_bounds(ids, encoding, rules)
         self.counts.update(ids[begin:end].tobytes() for begin, end in words)
         if len(self.counts) > MAX_WORDS:
             self.drop_rare()
@@ -102,7 +102,7 @@ def check_tokenizer_kind(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
 
 
-def text_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+def make_text_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """A copy of a fast tokenizer's backend that encodes whole texts and puts nothing around them; special
     tokens that a text spells are text."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -128,7 +128,7 @@ def make_word_rules(tokenizer: PreTrainedTokenizerBase) -> WordRules:
         is_separate[token_id] = is_byte or (not splits_words and not is_word_part(entry))
         begins_word[token_id] = entry[:1] in SPACES
     is_separate[list(tokenizer.added_tokens_decoder)] = True
-    unknown = unknown_id(tokenizer)
+    unknown = find_unknown_id(tokenizer)
     if unknown is not None:
         is_separate[unknown] = True
     return WordRules(splits_words, is_separate, begins_word)
@@ -140,7 +140,7 @@ def is_word_part(entry: str) -> bool:
     return all(unicodedata.category(letter)[0] in "LM" for letter in letters)
 
 
-def word_bounds(ids: np.ndarray, encoding: Encoding, rules: WordRules) -> Iterator[tuple[int, int]]:
+def find_word_bounds(ids: np.ndarray, encoding: Encoding, rules: WordRules) -> Iterator[tuple[int, int]]:
     """Begin and end of each word of an encoded text that is several tokens."""
     if len(ids) == 0:
         return

@@ -10,7 +10,7 @@ import pyarrow as pa
 NARROWED = 1 << 20  # numbers that are converted at once
 
 
-def smallest_type(maximum: int) -> np.dtype:
+def find_smallest_type(maximum: int) -> np.dtype:
     """The smallest type that holds numbers from 0 to `maximum`: unsigned up to 4 bytes, then int64."""
     number_type = np.min_scalar_type(maximum)
     return number_type if number_type.itemsize <= 4 else np.dtype(np.int64)
@@ -50,7 +50,7 @@ def map_numbers(folder: Path, name: str) -> np.ndarray:
     path = find_number_file(folder, name)
     # Arrow's map keeps no file open, unlike numpy's: a run may have hundreds of texts.
     with pa.memory_map(str(path)) as file:
-        return np.frombuffer(file.read_buffer(), number_type(path))
+        return np.frombuffer(file.read_buffer(), read_number_type(path))
 
 
 def read_numbers(folder: Path, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
@@ -58,21 +58,21 @@ def read_numbers(folder: Path, name: str, begin: int = 0, end: int | None = None
     read one after another would count as memory, too."""
     path = find_number_file(folder, name)
     count = -1 if end is None else end - begin
-    offset = begin * number_type(path).itemsize
-    return np.fromfile(path, number_type(path), count, offset=offset)
+    offset = begin * read_number_type(path).itemsize
+    return np.fromfile(path, read_number_type(path), count, offset=offset)
 
 
-def number_type(path: Path) -> np.dtype:
+def read_number_type(path: Path) -> np.dtype:
     return np.dtype(path.suffix.removeprefix("."))
 
 
 def narrow_numbers(folder: Path, name: str, maximum: int) -> None:
     """Replaces FOLDER/NAME.TYPE by a file of the smallest type that holds numbers up to `maximum`."""
     path = find_number_file(folder, name)
-    narrow_type = smallest_type(maximum)
-    if narrow_type == number_type(path):
+    narrow_type = find_smallest_type(maximum)
+    if narrow_type == read_number_type(path):
         return
-    num_numbers = path.stat().st_size // number_type(path).itemsize
+    num_numbers = path.stat().st_size // read_number_type(path).itemsize
     with NumberWriter(folder, f"{name}-narrow", narrow_type) as writer:
         for begin in range(0, num_numbers, NARROWED):
             end = min(begin + NARROWED, num_numbers)

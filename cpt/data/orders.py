@@ -16,7 +16,7 @@ import xxhash
 
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun
-from cpt.core.schema import unknown_name
+from cpt.core.schema import describe_unknown_name
 from cpt.data.sources.m2d2 import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
@@ -123,7 +123,7 @@ def check_domains(domains: Sequence[str], names: Sequence[str], *, typed_order: 
         )
     if unknown:
         raise ValueError(
-            unknown_name(
+            describe_unknown_name(
                 f"order={format_value(typed_order)}",
                 sorted(names),
                 name=unknown[0],

@@ -53,7 +53,7 @@ class PackedRows:
         return cls(pieces, np.array([len(row) for row in rows], np.int64))
 
 
-def sizes_in_row(pieces: np.ndarray) -> np.ndarray:
+def count_row_tokens(pieces: np.ndarray) -> np.ndarray:
     """The tokens that pieces take in their rows, [pieces]: with the inserted ones."""
     return pieces["size"] + pieces["is_opened"]
 
@@ -113,7 +113,7 @@ class ConcatPacker:
         """The rows that are full with further documents: ids [tokens], and how many each has [documents]."""
         waiting_ids = np.concatenate([self.waiting_ids, ids])
         pieces = self.cutter.cut(waiting_ids, np.array([len(waiting_ids)]), self.position)
-        full_pieces = pieces[sizes_in_row(pieces) == self.cutter.length]
+        full_pieces = pieces[count_row_tokens(pieces) == self.cutter.length]
         num_tokens = int(full_pieces["size"].sum())
         self.position += num_tokens
         self.waiting_ids = waiting_ids[num_tokens:].copy()
@@ -148,7 +148,7 @@ class DocumentPacker:
         if not self.open_rows:
             return PackedRows.of_one(pieces)
         closed_rows = []
-        for piece, size in zip(pieces.tolist(), sizes_in_row(pieces).tolist(), strict=True):
+        for piece, size in zip(pieces.tolist(), count_row_tokens(pieces).tolist(), strict=True):
             closed_rows += self.place(piece, size)
         return PackedRows.of_several(closed_rows)
 

@@ -158,7 +158,7 @@ def pack(
     return Packed(
         rows=CutRows(tokens, folder, row_start=format.row_start),
         length=length,
-        pad=padding_id(format.tokenizer),
+        pad=find_padding_id(format.tokenizer),
         documents=corpus.facts["documents"][split],
         bytes=corpus.facts["bytes"][split],
         packing=packing,
@@ -181,6 +181,6 @@ def count_starts(rows: PackedRows, token_id: int | None) -> int:
     return int((rows.pieces["first_id"][rows.first_pieces] == token_id).sum())
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def find_padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id that fills short rows; any will do where there is no padding token, since it is masked out."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

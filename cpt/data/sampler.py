@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from cpt.core.randomness import key, permute, sample_keys
-from cpt.data.collate import Batch, Collator, Rows, idle_batch
+from cpt.data.collate import Batch, Collator, Rows, make_idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
 from cpt.data.replay import NEW, PAST, ReplayPool, Samples
@@ -265,7 +265,7 @@ class EvalSubset(Dataset):
         batch["domains"] = torch.full((len(rows),), self.domain_indices.get(name, NO_DOMAIN))
         batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
         batch["column"] = torch.tensor(self.columns[name])
-        return idle_batch(batch) if eval_batch.is_idle else batch
+        return make_idle_batch(batch) if eval_batch.is_idle else batch
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.data.sources.base import AUTO, NONE
 from cpt.data.sources.examples import ASSISTANT, USER
-from cpt.data.text_encoder import frame_of, special_tokens_of
+from cpt.data.text_encoder import find_frame, list_special_tokens
 
 log = logging.getLogger(__name__)
 # Ends of documents in the pre-training of public models; the first that a vocabulary has is taken.
@@ -64,7 +64,7 @@ class Separator:
 
 def find_default_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id that ends a text, if the tokenizer does not put one itself: its eos, else its sep, else None."""
-    if frame_of(tokenizer).end:
+    if find_frame(tokenizer).end:
         return None
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
@@ -73,7 +73,7 @@ def find_terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The id to append to an example: none if the tokenizer ends it itself. Raises ValueError for a tokenizer
     that has none."""
     end = find_default_end(tokenizer)
-    if end is None and not frame_of(tokenizer).end:
+    if end is None and not find_frame(tokenizer).end:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path} has no token to separate documents. "
             "Allowed: one with an eos or sep token, as eos_token in its tokenizer_config.json; for raw "
@@ -91,8 +91,8 @@ def choose_separator(
     if requested == NONE:
         return Separator(ids=(), description="none")
     if requested != AUTO:
-        return named_separator(tokenizer, requested)
-    if frame_of(tokenizer).end:
+        return find_named_separator(tokenizer, requested)
+    if find_frame(tokenizer).end:
         return Separator(ids=(), description="none in addition to what the tokenizer puts after each text")
 
     (default,) = find_terminator(tokenizer)
@@ -107,16 +107,16 @@ def choose_separator(
     return Separator((default,), description, is_doubtful=True)
 
 
-def named_separator(tokenizer: PreTrainedTokenizerBase, token: str) -> Separator:
+def find_named_separator(tokenizer: PreTrainedTokenizerBase, token: str) -> Separator:
     """A separator by its name. Raises ValueError for a text that is not one token of the vocabulary."""
     token_id = tokenizer.get_vocab().get(token)
     if token_id is None:
-        examples = ", ".join(list(special_tokens_of(tokenizer))[:8])
+        examples = ", ".join(list(list_special_tokens(tokenizer))[:8])
         raise ValueError(
             f"domains.separator={token} is invalid: no token of the tokenizer {tokenizer.name_or_path}. "
             f"Allowed: auto, none, one token of its vocabulary, like {examples}"
         )
-    is_framed = frame_of(tokenizer).end == [token_id]
+    is_framed = find_frame(tokenizer).end == [token_id]
     return Separator(() if is_framed else (token_id,), token)
 
 
@@ -139,7 +139,7 @@ def ends_turns(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
 def find_document_ends(tokenizer: PreTrainedTokenizerBase, model_ends: Sequence[int]) -> list[int]:
     """Ids that may end documents, the most likely first: well-known ones that are also eos of the model,
     special tokens of well-known names, then other eos of the model that no chat template writes."""
-    special = special_tokens_of(tokenizer)
+    special = list_special_tokens(tokenizer)
     well_known = [special[token] for token in DOCUMENT_ENDS if token in special]
     confirmed = [token_id for token_id in well_known if token_id in model_ends]
     names = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id in model_ends}

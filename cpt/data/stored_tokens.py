@@ -23,7 +23,7 @@ from cpt.core.messages import count_noun
 from cpt.data.corpus import Corpus
 from cpt.data.number_files import NumberWriter, map_numbers, narrow_numbers, read_numbers
 from cpt.data.text_format import TextFormat
-from cpt.data.tokenize import COUNTS, id_type, tokenize_corpus
+from cpt.data.tokenize import COUNTS, choose_id_type, tokenize_corpus
 
 FORMAT = 1  # part of the key of stored tokens: raise it when other ids are made of the same text
 IDS, ENDS, FACTS = "ids", "ends", "facts.json"
@@ -93,7 +93,7 @@ def store_tokens(
         batches = tokenize_corpus(corpus, split, format=format, name=name, folder=shards, workers=workers)
         with (
             closing(batches),
-            NumberWriter(folder, IDS, id_type(format.tokenizer)) as ids,
+            NumberWriter(folder, IDS, choose_id_type(format.tokenizer)) as ids,
             NumberWriter(folder, ENDS, np.dtype(np.int64)) as ends,
         ):
             for batch in batches:

@@ -8,7 +8,7 @@ from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.packing import Packed
 from cpt.data.sources.base import SPLIT
-from cpt.data.text_encoder import frame_of
+from cpt.data.text_encoder import find_frame
 from cpt.data.text_format import TextFormat
 
 log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ HARMFUL_SHARE = 0.01  # of unknown tokens: above it the log warns
 SHOWN = 3  # texts that a line names
 
 
-def unknown_share(text: Packed) -> float:
+def compute_unknown_share(text: Packed) -> float:
     """Which share of the tokens of a text the tokenizer does not know, 0 to 1; 0 of examples."""
     return text.facts.get("unknown", 0) / max(1, text.facts.get("body", 0))
 
@@ -34,7 +34,7 @@ def report_texts(texts: Mapping[str, Packed], text_format: TextFormat, *, is_cau
 
 def report_unknown(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
     """Logs which texts have unknown tokens, beginning with the text that has the largest share of them."""
-    shares = {name: unknown_share(text) for name, text in texts.items()}
+    shares = {name: compute_unknown_share(text) for name, text in texts.items()}
     affected = [name for name, share in shares.items() if share > 0]
     affected.sort(key=lambda name: -shares[name])
     if not affected:
@@ -70,7 +70,7 @@ def report_spelled(texts: Mapping[str, Packed], text_format: TextFormat) -> None
 def report_row_starts(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
     """Logs how many rows begin with the BOS token, of a tokenizer that puts it before a text."""
     bos = text_format.tokenizer.bos_token_id
-    if bos is None or frame_of(text_format.tokenizer).begin[:1] != [bos]:
+    if bos is None or find_frame(text_format.tokenizer).begin[:1] != [bos]:
         return
     rows = sum(len(text) for text in texts.values())
     starts = sum(text.facts.get("rows_with_bos", 0) for text in texts.values())
@@ -87,7 +87,7 @@ def check_training_text(name: str, text: Packed, text_format: TextFormat) -> Non
         tokenizer_name = text_format.tokenizer.name_or_path
         raise ValueError(
             f"the training text of {name} has no token that the tokenizer {tokenizer_name} knows: "
-            f"{unknown_share(text):.0%} of its tokens are unknown. "
+            f"{compute_unknown_share(text):.0%} of its tokens are unknown. "
             "Allowed: text in a script of its vocabulary, or a model with another tokenizer"
         )
 

@@ -34,10 +34,10 @@ class Frame(NamedTuple):
     end: list[int]
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> Frame:
+def find_frame(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> Frame:
     """The frame of a tokenizer: the ids that it puts before and after a text, or, with `is_target`, a
     decoder's text. Raises ValueError for a tokenizer that changes the text between them."""
-    text, bare = encodable_text(tokenizer)
+    text, bare = find_encodable_text(tokenizer)
     if is_target:
         bare = tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
         framed = tokenizer(text_target=text, verbose=False)["input_ids"]
@@ -55,7 +55,7 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> 
     )
 
 
-def encodable_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+def find_encodable_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """A short text that the tokenizer has ids for, and these ids without the frame: `a`, or else the first
     entry of the vocabulary that gives ids. ("a", []) where none does."""
     ids = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
@@ -71,7 +71,7 @@ def encodable_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     return "a", []
 
 
-def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def list_special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """The special tokens that a text may spell, with their ids."""
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     for token_id, token in tokenizer.added_tokens_decoder.items():
@@ -80,7 +80,7 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {token: token_id for token, token_id in special.items() if token}
 
 
-def unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def find_unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id of text that a tokenizer does not know; None for one that knows every byte."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -105,23 +105,23 @@ class TextEncoder:
     @cached_property
     def frame(self) -> Frame:
         """The ids that the tokenizer puts before and after a text."""
-        return frame_of(self.tokenizer)
+        return find_frame(self.tokenizer)
 
     @cached_property
     def target_frame(self) -> Frame:
         """The ids that the tokenizer puts before and after a decoder's text."""
-        return frame_of(self.tokenizer, is_target=True)
+        return find_frame(self.tokenizer, is_target=True)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """The special tokens that a text may spell, with their ids."""
-        return special_tokens_of(self.tokenizer)
+        return list_special_tokens(self.tokenizer)
 
     @cached_property
     def control_ids(self) -> set[int]:
         """The special ids that ordinary text must not have: all except the unknown token, which replaces text
         that the tokenizer does not know."""
-        return {*self.special_ids.values()} - {unknown_id(self.tokenizer)}
+        return {*self.special_ids.values()} - {find_unknown_id(self.tokenizer)}
 
     @cached_property
     def spelled_pattern(self) -> str:

@@ -10,8 +10,8 @@ from cpt.core.config import digest
 from cpt.core.exceptions import InvalidOptionError
 from cpt.data.separator import choose_separator, find_default_end
 from cpt.data.sources.base import SPLIT, TextOptions
-from cpt.data.text_encoder import TextEncoder, frame_of
-from cpt.data.tokenizer_hash import rows_digest
+from cpt.data.text_encoder import TextEncoder, find_frame
+from cpt.data.tokenizer_hash import hash_row_format
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TextFormat:
 
     @cached_property
     def tokenizer_digest(self) -> str:
-        return rows_digest(self.tokenizer)
+        return hash_row_format(self.tokenizer)
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -48,7 +48,7 @@ class TextFormat:
         conditions = {}
         if self.separator and self.separator[0] != find_default_end(self.tokenizer):
             conditions["separator"] = self.name_of(self.separator[0])
-        if not self.separator and not frame_of(self.tokenizer).end:
+        if not self.separator and not find_frame(self.tokenizer).end:
             conditions["separator"] = "none"
         if self.row_start is not None:
             conditions["row_start"] = self.name_of(self.row_start)
@@ -105,4 +105,4 @@ def choose_row_start(
         return bos
     if requested is False or not (is_causal and is_checkpoint) or bos is None:
         return None
-    return bos if frame_of(tokenizer).begin[:1] == [bos] else None
+    return bos if find_frame(tokenizer).begin[:1] == [bos] else None

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
-from cpt.data.number_files import NumberWriter, map_numbers, read_numbers, smallest_type
+from cpt.data.number_files import NumberWriter, find_smallest_type, map_numbers, read_numbers
 from cpt.data.packers import PackedRows
 from cpt.data.stored_tokens import StoredTokens
 
@@ -280,8 +280,8 @@ class RowWriter:
         self, folder: Path, *, length: int, num_tokens: int, has_start: bool, has_several_pieces: bool
     ) -> None:
         self.folder = folder
-        self.count_type = smallest_type(length)  # of the tokens of a row
-        self.position_type = smallest_type(num_tokens)  # of positions, and of numbers of pieces
+        self.count_type = find_smallest_type(length)  # of the tokens of a row
+        self.position_type = find_smallest_type(num_tokens)  # of positions, and of numbers of pieces
         self.has_start = has_start
         self.has_several_pieces = has_several_pieces
         self.num_pieces = 0  # so far

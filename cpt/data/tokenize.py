@@ -23,14 +23,14 @@ from datasets import Features, List, Value, disable_progress_bars, enable_progre
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
-from cpt.core.files import file_hash, sync, write_atomically
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.files import hash_file, sync, write_atomically
+from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.preemption import ignore_signals
 from cpt.core.processes import count_cores
 from cpt.data.corpus import Corpus
-from cpt.data.number_files import smallest_type
+from cpt.data.number_files import find_smallest_type
 from cpt.data.sources.base import PARSE
-from cpt.data.text_encoder import unknown_id
+from cpt.data.text_encoder import find_unknown_id
 from cpt.data.text_format import TextFormat
 
 SHARD = 1 << 23  # bytes of text in a cached file: what a kill costs each process
@@ -42,10 +42,10 @@ BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
 COUNTS = ("body", "unknown", "spelled")
 
 
-def id_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+def choose_id_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     """The type in which ids of a tokenizer are stored: 2 bytes where they are all below 65,536, else 4."""
     ids = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    return smallest_type(max(ids, default=0))
+    return find_smallest_type(max(ids, default=0))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TokenizeBatch:
 
     @cached_property
     def id_type(self) -> np.dtype:
-        return id_type(self.format.tokenizer)
+        return choose_id_type(self.format.tokenizer)
 
     @cached_property
     def features(self) -> Features:
@@ -66,7 +66,7 @@ class TokenizeBatch:
 
     def __call__(self, documents: pa.Table) -> pa.Table:
         encoder = self.format.encoder
-        unknown_token = unknown_id(self.format.tokenizer)
+        unknown_token = find_unknown_id(self.format.tokenizer)
         texts = documents.column("text")
         begin, end = encoder.frame
 
@@ -125,7 +125,7 @@ def tokenize_shard(
     # The checksum is written once the file is on disk: without it, or with another, the file is not whole.
     path = folder / f"{number:05d}-of-{shards:05d}.arrow"
     checksum = path.with_suffix(".hash")
-    if path.exists() and not (checksum.exists() and checksum.read_text() == file_hash(path)):
+    if path.exists() and not (checksum.exists() and checksum.read_text() == hash_file(path)):
         path.unlink()
 
     # `datasets` takes batches of documents, the tokenizer's memory depends on their bytes.
@@ -142,7 +142,7 @@ def tokenize_shard(
     )
     enable_progress_bars()
     sync(path)
-    write_atomically(checksum, file_hash(path))
+    write_atomically(checksum, hash_file(path))
     return path
 
 
@@ -204,7 +204,7 @@ def tokenize_corpus(
     else:
         paths = map_in_processes(make_shard, numbers, processes)
 
-    bar = progress_bar(f"tokenizing {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
+    bar = make_progress_bar(f"tokenizing {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
     with closing(paths), bar:
         for path in paths:
             with pa.OSFile(str(path)) as file:  # not memory-mapped: the pages would count as memory

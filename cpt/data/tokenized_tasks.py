@@ -24,10 +24,10 @@ from cpt.core.config import digest
 from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.core.randomness import key, permute
-from cpt.data.chats import Answer, ChatCounts, ChatEncoder, ids_within, sequences_of
+from cpt.data.chats import Answer, ChatCounts, ChatEncoder, encode_within, group_into_sequences
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
-from cpt.data.packing import PADDING, Packed, padding_id
+from cpt.data.packing import PADDING, Packed, find_padding_id
 from cpt.data.separator import find_terminator
 from cpt.data.sources.base import NONE, SPLIT, Encoding
 from cpt.data.sources.chats import SYSTEM
@@ -43,7 +43,7 @@ from cpt.data.sources.examples import (
 )
 from cpt.data.text_encoder import Frame, TextEncoder
 from cpt.data.token_rows import ArrowRows
-from cpt.data.tokenize import id_type
+from cpt.data.tokenize import choose_id_type
 
 log = logging.getLogger(__name__)
 CACHE_VERSION = 5
@@ -207,7 +207,7 @@ class Encoder:
         if self.seq2seq:
             raise ValueError(f"example {example.id} is a chat, which an encoder-decoder does not take")
         rows = []
-        for answers in sequences_of(self.scored_answers(example, scored_turns, counts)):
+        for answers in group_into_sequences(self.scored_answers(example, scored_turns, counts)):
             rows.append(self.fit_chat(example, answers, scored_turns))
         return rows
 
@@ -229,7 +229,7 @@ class Encoder:
         num_answers = len(answers)
         while len(ids) > self.length:
             part = self.shorten_chat(part, num_tokens=len(ids))
-            answers = sequences_of(self.scored_answers(part, scored_turns))[-1]
+            answers = group_into_sequences(self.scored_answers(part, scored_turns))[-1]
             ids, marks = self.chat_row(answers)
         return EncodedExample(
             ids=ids,
@@ -369,7 +369,7 @@ class Encoder:
         num_question = len(question)
         if question and joint_ids[:num_question] == question and len(joint_ids) > num_question:
             return [*joint_ids[num_question:], *self.ending]
-        return [*ids_within(self.text_encoder.encode_body, f" {text}"), *self.ending]
+        return [*encode_within(self.text_encoder.encode_body, f" {text}"), *self.ending]
 
     def fit(self, example: Example, question: list[int], answer: list[int]) -> tuple[list[int], int]:
         """The question's ids, cut so that every answer fits, and how many are cut. Raises BadExampleError
@@ -457,11 +457,11 @@ def count_system_turns(example: Example) -> int:
     return 1 if example.turns[0].role == SYSTEM else 0
 
 
-def row_features(tokenizer: PreTrainedTokenizerBase) -> Features:
+def make_row_features(tokenizer: PreTrainedTokenizerBase) -> Features:
     """The columns of rows of examples on disk."""
     return Features(
         {
-            "ids": ListOf(Value(id_type(tokenizer).name)),
+            "ids": ListOf(Value(choose_id_type(tokenizer).name)),
             "answers": ListOf(Value("bool")),
             "text_tokens": Value("int32"),
             "answer_tokens": Value("int32"),
@@ -478,7 +478,7 @@ def write_examples(
     counts = EncodingCounts()
     previous: Example | None = None
     num_rows = 0  # of the same example
-    with ArrowWriter(path=str(path), features=row_features(tokenizer)) as writer:
+    with ArrowWriter(path=str(path), features=make_row_features(tokenizer)) as writer:
         for row in rows:
             # The answers of a chat are rendered, so their text is what the scored tokens say.
             scored = [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
@@ -515,7 +515,7 @@ def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTa
     return TokenizedTask(
         rows=rows,
         length=int(rows.lengths.max()),
-        pad=padding_id(tokenizer),
+        pad=find_padding_id(tokenizer),
         documents=len(rows),
         bytes=int(rows.column("bytes").sum()),
     )

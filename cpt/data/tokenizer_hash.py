@@ -42,7 +42,7 @@ LIBRARIES = ("transformers", "sentencepiece")  # whose code is the algorithm of 
 MAX_NESTING = 4  # levels of objects and containers inside a slow tokenizer that are read
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what decides the ids of a text. For a fast tokenizer this is its serialized backend, for a
     slow one its vocabulary, merges or SentencePiece model, and options. Truncation and padding are left out:
     cpt does them itself."""
@@ -53,7 +53,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         definition = {
             "vocabulary": tokenizer.get_vocab(),
-            "options": plain_values(option_attributes(tokenizer), MAX_NESTING),
+            "options": convert_to_plain_values(select_option_attributes(tokenizer), MAX_NESTING),
         }
     # Most calls set this option, chats do not. It is left out where it has its default, so that hashes of
     # usual tokenizers stay as they were.
@@ -61,10 +61,10 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest([type(tokenizer).__name__, definition, tokenizer.special_tokens_map, *options])
 
 
-def rows_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The key of cached token ids: `tokenizer_digest`, and of a slow tokenizer also the versions of the
+def hash_row_format(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The key of cached token ids: `hash_tokenizer`, and of a slow tokenizer also the versions of the
     libraries whose Python code splits the text. They refuse no run that resumes after an update."""
-    tokenizer_hash = tokenizer_digest(tokenizer)
+    tokenizer_hash = hash_tokenizer(tokenizer)
     if tokenizer.is_fast:
         return tokenizer_hash
     versions = {}
@@ -74,7 +74,7 @@ def rows_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest([tokenizer_hash, versions])
 
 
-def plain_values(value: Any, depth: int) -> Any:
+def convert_to_plain_values(value: Any, depth: int) -> Any:
     """A value of a slow tokenizer as JSON: numbers and texts, containers of them, and the attributes of the
     Python objects that it is made of (like BERT's basic tokenizer, which lower-cases)."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -84,17 +84,17 @@ def plain_values(value: Any, depth: int) -> Any:
     if depth == 0:
         return type(value).__name__
     if isinstance(value, Mapping):
-        return {str(key): plain_values(entry, depth - 1) for key, entry in value.items()}
+        return {str(key): convert_to_plain_values(entry, depth - 1) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_values(entry, depth - 1) for entry in value]
+        return [convert_to_plain_values(entry, depth - 1) for entry in value]
     if isinstance(value, set | frozenset):
         return sorted(str(entry) for entry in value)
     if hasattr(value, "__dict__"):
-        return [type(value).__name__, plain_values(option_attributes(value), depth - 1)]
+        return [type(value).__name__, convert_to_plain_values(select_option_attributes(value), depth - 1)]
     return describe_object(value)
 
 
-def option_attributes(value: Any) -> dict[str, Any]:
+def select_option_attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object that may decide ids: no caches, and no paths, which may change."""
     return {
         name: entry

@@ -17,7 +17,7 @@ import numpy as np
 from cpt.evaluation.chat_set import HeldOutChat
 from cpt.evaluation.languages import is_other_language
 from cpt.evaluation.metrics import Array
-from cpt.evaluation.statistics import intervals_of_means
+from cpt.evaluation.statistics import compute_mean_intervals
 
 GRAM_LENGTH = 4  # tokens
 MAX_REPEATED = 0.5  # share of an answer's 4-grams that have occurred in it before; above it is broken
@@ -92,7 +92,7 @@ def collect_losses(losses_by_row: Sequence[Array | None]) -> tuple[list[Any], li
     rise: list[list[float | None] | None] = []
     for number, losses in enumerate(losses_by_row):
         base_losses = losses_by_row[0] if number > 0 else None
-        nll.append(None if losses is None else float(mean_losses(losses).mean()))
+        nll.append(None if losses is None else float(compute_mean_losses(losses).mean()))
         rise.append(None if losses is None or base_losses is None else find_chat_rise(base_losses, losses))
     return nll, rise
 
@@ -107,7 +107,7 @@ def summarise_rows(answers_by_row: Sequence[Sequence[ChatAnswer] | None]) -> lis
     return summaries
 
 
-def mean_losses(losses: Array) -> Array:
+def compute_mean_losses(losses: Array) -> Array:
     """The loss of each chat in nats per scored token, [chats], from [2, chats]: nats, scored tokens."""
     nats, num_tokens = losses
     return nats / num_tokens
@@ -115,13 +115,13 @@ def mean_losses(losses: Array) -> Array:
 
 def find_chat_rise(before: Array, after: Array) -> list[float | None]:
     """The mean rise of the loss over chats in nats per token, and its 95 % interval: mean, low, high."""
-    differences = mean_losses(after) - mean_losses(before)
+    differences = compute_mean_losses(after) - compute_mean_losses(before)
     return estimate_mean_change(differences)
 
 
 def estimate_mean_change(differences: Array) -> list[float | None]:
     """The mean of paired differences and its 95 % interval, None for fewer than three: mean, low, high."""
-    low, high = intervals_of_means(differences[None])[0].tolist()
+    low, high = compute_mean_intervals(differences[None])[0].tolist()
     mean = float(differences.mean())
     return [mean, None, None] if math.isnan(low) else [mean, low, high]
 

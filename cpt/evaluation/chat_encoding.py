@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
-from cpt.data.chats import DEFAULT_TEMPLATE, TEMPLATE_DATE, templates_of
+from cpt.data.chats import DEFAULT_TEMPLATE, TEMPLATE_DATE, read_chat_templates
 from cpt.data.sources.base import Encoding
 from cpt.data.sources.examples import BadExampleError, BadExamples
 from cpt.data.tokenized_tasks import EncodedExample, Encoder, TaskPrompt
@@ -72,7 +72,7 @@ def encode_held_out_chats(
 ) -> list[EncodedChat]:
     """The chats as token ids; those that cpt ships without the ones that do not fit the model. Raises
     ValueError for one of a file that does not."""
-    if options.path is None and DEFAULT_TEMPLATE not in templates_of(tokenizer):
+    if options.path is None and DEFAULT_TEMPLATE not in read_chat_templates(tokenizer):
         if is_first_process():
             log.info(
                 "Skipping chats: the tokenizer has no chat template, or of several none is named default"

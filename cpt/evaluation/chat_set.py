@@ -10,7 +10,7 @@ from typing import Any
 
 from cpt.core.config import digest
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.files import file_hash
+from cpt.core.files import hash_file
 from cpt.data.sources import files, readers
 from cpt.data.sources.chats import IgnoredKeys, read_chat
 from cpt.data.sources.examples import BadExampleError, Example, write_example
@@ -76,7 +76,7 @@ def stamp_chats(options: ChatOptions) -> str:
     """A hash of names, sizes and times of the files. The chats that cpt ships are hashed by their content,
     since each installation writes the file again."""
     if options.path is None:
-        return file_hash(SHIPPED)
+        return hash_file(SHIPPED)
     return digest(files.stamp_files(find_chat_files(options)))
 
 
@@ -87,7 +87,7 @@ def read_chats(options: ChatOptions) -> list[HeldOutChat]:
     chats: list[HeldOutChat] = []
     for path in paths:
         with files.naming_file(path):
-            for where, row in readers.json_rows(path):
+            for where, row in readers.read_json_rows(path):
                 chats.append(read_held_out_chat(row, where, number=len(chats)))
     if not chats:
         raise InvalidOptionError(

@@ -246,7 +246,7 @@ def fine_tune(
             for _ in train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch):
                 step()
             if job.dev:
-                scores = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
+                scores = score_predictions(predict(classifier, job, job.dev), job.dev.labels, job.classes)
                 score = scores[settings.metric]
                 if best is None or score > best.score:
                     state = {name: value.cpu().clone() for name, value in classifier.state_dict().items()}
@@ -323,7 +323,7 @@ def predict(classifier: Classifier, job: FinetuneJob, examples: EncodedExamples)
     return predictions.cpu()
 
 
-def scores_of(predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
+def score_predictions(predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
     """Macro-F1, micro-F1 and accuracy of predicted classes [N], 0 to 1. A class with neither an example nor a
     prediction here (as SUBSTRATE_PRODUCT-OF of ChemProt) is left out of the macro average."""
     macro = multiclass_f1_score(predictions, labels, num_classes=classes, average="macro").item()

@@ -32,8 +32,8 @@ from cpt.core.schema import (
     check_value,
     config,
     join,
+    list_option_types,
     option,
-    option_types,
     prefix_errors,
     read_options,
 )
@@ -106,7 +106,7 @@ class FinetuneProtocol(Options):
 
 
 SETTINGS = tuple(option_field.name for option_field in fields(FinetuneOptions))
-OPTION_TYPES = option_types(FinetuneOptions) | option_types(FinetuneProtocol) | {"path": Text}
+OPTION_TYPES = list_option_types(FinetuneOptions) | list_option_types(FinetuneProtocol) | {"path": Text}
 
 
 def check_task_values(
@@ -198,7 +198,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
 
     def __post_init__(self) -> None:
         check_task_values({"columns": self.columns}, section="")
-        types = OPTION_TYPES | option_types(type(self))
+        types = OPTION_TYPES | list_option_types(type(self))
         for name, values in self.named.items():
             check_names(values, (*SETTINGS, *self.TASK_OPTIONS), section=f"tasks.{name}")
             check_task_values(values, types, section=f"tasks.{name}")
@@ -332,7 +332,7 @@ class FileTasks(TaskSource):
         with text_files.naming_file(folder):
             for path in sorted(folder.iterdir()):
                 is_table = text_files.find_suffix(path) in text_files.TABLE_SUFFIXES
-                if is_table and text_files.split_of(Path(path.name)) == FILE_SPLITS[split]:
+                if is_table and text_files.find_split(Path(path.name)) == FILE_SPLITS[split]:
                     files.append(path)
 
         # A file called eval counts as test, but next to files called test it is something else.
@@ -360,7 +360,7 @@ class FileTasks(TaskSource):
         number = 0
         for path in self.files(name, split):
             with text_files.naming_file(path):
-                for where, row in readers.table_rows(path):
+                for where, row in readers.read_file_rows(path):
                     example = parse_example(where, row, columns=columns, default_id=f"{split}-{number}")
                     yield example, row
                     number += 1
@@ -516,7 +516,7 @@ def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], default_i
     texts = []
     for name in ("text", "text_pair"):
         if name in values:
-            text = readers.text_of(where, columns[name], values[name])
+            text = readers.parse_text(where, columns[name], values[name])
             if text:
                 texts.append(text)
     if not texts:

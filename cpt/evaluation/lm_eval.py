@@ -29,7 +29,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.config import digest
-from cpt.core.errors import find_reason, unknown_name
+from cpt.core.errors import describe_unknown_name, find_reason
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.hub_access import check_data_set_access
 from cpt.core.messages import count_noun
@@ -81,7 +81,7 @@ class Harness:
     def check_metric(self, name: str, metric: str) -> None:
         """Raises ValueError for a metric that a task does not have, or of a task that is not measured."""
         if name not in self.columns:
-            raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns, name=name))
+            raise ValueError(describe_unknown_name(f"benchmark.metrics.{name}", self.columns, name=name))
         task_metrics: set[str] = set()
         for task in self.columns[name].tasks.values():
             task_metrics.update(task.aggregation())
@@ -200,7 +200,7 @@ def load_columns(options: LMEvalOptions) -> dict[str, Column]:
         if name not in manager.all_tasks:
             typed_tasks = options.tasks if len(options.tasks) > 1 else name
             raise ValueError(
-                unknown_name(
+                describe_unknown_name(
                     f"benchmark.tasks={format_value(typed_tasks)}",
                     manager.all_tasks,
                     name=name,

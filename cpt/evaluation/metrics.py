@@ -278,7 +278,7 @@ def compute_means(matrix: Array, *, layout: MatrixLayout, higher_is_better: bool
 
 
 @np.errstate(over="ignore")
-def in_units(nats: Array, *, layout: MatrixLayout) -> dict[str, Array]:
+def convert_units(nats: Array, *, layout: MatrixLayout) -> dict[str, Array]:
     """The matrix in nats, as perplexity exp(nats) and in bits per byte, nats * tokens / bytes / ln 2."""
     per_byte = np.asarray(layout.tokens, float) / np.asarray(layout.bytes, float) / np.log(2)
     return dict(zip(UNITS, (nats, np.exp(nats), nats * per_byte), strict=True))
@@ -286,7 +286,7 @@ def in_units(nats: Array, *, layout: MatrixLayout) -> dict[str, Array]:
 
 def compute_terms_in_units(nats: Array, *, layout: MatrixLayout) -> dict[str, dict[str, Array]]:
     """{unit: {metric: terms}}."""
-    matrices = in_units(nats, layout=layout)
+    matrices = convert_units(nats, layout=layout)
     return {unit: compute_terms(matrix, layout=layout) for unit, matrix in matrices.items()}
 
 
@@ -513,7 +513,7 @@ def split_metric(name: str) -> tuple[str, str]:
     return metric, unit
 
 
-def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
+def find_objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
     """The value of `objective`, METRIC.UNIT of the matrix of losses, from the metrics of a finished run; None
     if it was not measured or is not finite. Raises ValueError for another metric or unit: the metrics of end
     tasks, which the message names too, are those of `run_objective` in task_metrics.py, which calls this for

@@ -12,7 +12,7 @@ import numpy as np
 from annotated_types import Ge, Predicate
 
 from cpt.core.config import digest
-from cpt.core.errors import unknown_name
+from cpt.core.errors import describe_unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, permute
 from cpt.core.run_command import format_install_command
@@ -158,7 +158,7 @@ class TaskEvalOptions(StageOptions):
             )
         for task, measure in self.metric_of_task.items():
             if measure not in MAIN_MEASURES:
-                raise ValueError(unknown_name(f"metrics.{task}={measure}", MAIN_MEASURES))
+                raise ValueError(describe_unknown_name(f"metrics.{task}={measure}", MAIN_MEASURES))
             is_of_written = MAIN_MEASURES[measure]
             if is_of_written and not self.written:
                 raise InvalidOptionError(

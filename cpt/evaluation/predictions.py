@@ -22,7 +22,13 @@ from cpt.core.files import replacing
 from cpt.core.messages import log_once
 from cpt.core.schema import check_types
 from cpt.evaluation.metrics import Array
-from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, head_of, headline_scores, last_measured
+from cpt.evaluation.task_metrics import (
+    MEASURES,
+    TaskAnswers,
+    find_last_measured,
+    find_main_measure,
+    select_headline_scores,
+)
 
 log = logging.getLogger(__name__)
 KEY = b"cpt"
@@ -102,20 +108,20 @@ def find_predictions(
     return (table, metadata) if metadata.get("digest") == digest else None
 
 
-def answers_of(table: pa.Table, metadata: Mapping[str, Any]) -> TaskAnswers:
+def parse_answer_table(table: pa.Table, metadata: Mapping[str, Any]) -> TaskAnswers:
     """What a file of ANSWER_COLUMNS, and of SOURCE where it has it, says that a model has answered."""
     columns = {name: table.column(name).to_pylist() for name in table.column_names}
     return TaskAnswers(
         references=columns["reference"],
         choices=[tuple(choices) for choices in metadata["choices"]],
-        written=without_missing(columns["written"]),
-        ranked=without_missing(columns["ranked"]),
-        ranked_mean=without_missing(columns["ranked_mean"]),
+        written=keep_if_complete(columns["written"]),
+        ranked=keep_if_complete(columns["ranked"]),
+        ranked_mean=keep_if_complete(columns["ranked_mean"]),
         sources=columns.get(SOURCE),
     )
 
 
-def without_missing(values: list[str | None]) -> list[str] | None:
+def keep_if_complete(values: list[str | None]) -> list[str] | None:
     """A column of texts; None where one is missing."""
     texts = [value for value in values if value is not None]
     return texts if len(texts) == len(values) else None
@@ -133,14 +139,14 @@ def find_answers_file(folder: Path, rows: Sequence[str], row: int, task: str) ->
 
 def list_asked_rows(task: Mapping[str, Any]) -> list[int]:
     """The rows in which a task was asked."""
-    values = task["measures"][head_of(task)]
+    values = task["measures"][find_main_measure(task)]
     return [row for row, value in enumerate(values) if value is not None]
 
 
 def mark_answers(path: Path, measure: str) -> pd.DataFrame:
     """The answers of a file in a measure. Raises FileNotFoundError, and ValueError for a damaged file."""
     table, metadata = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
-    answers = answers_of(table, metadata)
+    answers = parse_answer_table(table, metadata)
     for name in MEASURES[measure].fields:
         if getattr(answers, name) is None:
             raise ValueError(f"{path} has no column of the {name}, which {measure} is of; {REMEDY}")
@@ -173,7 +179,7 @@ def load_correctness(
     if not endtasks:
         return {}
     is_right = {}
-    last_rows = last_measured(headline_scores(endtasks)[: len(rows)])
+    last_rows = find_last_measured(select_headline_scores(endtasks)[: len(rows)])
     for task, row in zip(endtasks["tasks"], last_rows, strict=True):
         if row is None:
             continue

@@ -64,7 +64,7 @@ def entry(description: str, unit: str = "", *, over: str = "", default: Any = MI
     return field(metadata=metadata, default=default)
 
 
-def key_of(field: Field[Any]) -> str:
+def find_file_key(field: Field[Any]) -> str:
     """The key in the file of a field that `entry` made, or of one with that name."""
     return field.metadata.get("name") or field.name
 

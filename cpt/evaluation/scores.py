@@ -26,8 +26,18 @@ from cpt.evaluation.metrics import (
 )
 from cpt.evaluation.options import FULL_POLICY
 from cpt.evaluation.row_files import read_row_files, remove_row_files, write_row_file
-from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
-from cpt.evaluation.task_metrics import ENDTASK_METRICS, score_array
+from cpt.evaluation.score_schema import (
+    VERSION,
+    ByColumn,
+    ByRow,
+    ByText,
+    Key,
+    Loss,
+    closed,
+    entry,
+    find_file_key,
+)
+from cpt.evaluation.task_metrics import ENDTASK_METRICS, build_score_array
 
 # What takes time in a run; "start" is what precedes the stages.
 ACTIVITIES = (
@@ -158,8 +168,8 @@ class Scores(MatrixLayout):
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
         types = get_type_hints(type(self), include_extras=True)
-        values_by_key = {key_of(column): getattr(self, column.name) for column in fields(self)}
-        types_by_key = {key_of(column): types[column.name] for column in fields(self)}
+        values_by_key = {find_file_key(column): getattr(self, column.name) for column in fields(self)}
+        types_by_key = {find_file_key(column): types[column.name] for column in fields(self)}
         check_types(values_by_key, types_by_key)
 
         self.check_layout()
@@ -198,7 +208,7 @@ class Scores(MatrixLayout):
             length = len(getattr(self, column.name))
             if length not in (0, num_rows):
                 values = count_noun(length, "value")
-                raise ValueError(f"{key_of(column)} has {values} for {row_count}")
+                raise ValueError(f"{find_file_key(column)} has {values} for {row_count}")
 
         unknown_activities = set(self.activity_seconds) - set(ACTIVITIES)
         unknown_metrics = set(self.metrics) - set(METRICS)
@@ -216,7 +226,7 @@ class Scores(MatrixLayout):
                 names = ", ".join(self.endtasks[key]) or "no task"
                 raise ValueError(f"endtasks.{key} is of {names}, and endtasks.tasks has {', '.join(tasks)}")
         for metric in (*ENDTASK_METRICS, *self.endtasks["metric"].values()):
-            length = len(score_array(self.endtasks, metric))
+            length = len(build_score_array(self.endtasks, metric))
             if length > len(self.rows):
                 values = count_noun(length, "row")
                 raise ValueError(f"endtasks.{metric} has {values}, and rows has {len(self.rows)}")
@@ -372,7 +382,7 @@ class Scores(MatrixLayout):
         if has_later_version(data):
             raise ValueError(f"it is of version {data['version']}, and this cpt reads version {VERSION}")
 
-        columns = {key_of(column): column for column in fields(cls)}
+        columns = {find_file_key(column): column for column in fields(cls)}
         required_keys = {key for key, column in columns.items() if is_required(column)}
         missing = {"version", *required_keys} - set(data)
         unknown = set(data) - set(columns) - set(FORMER_KEYS)
@@ -388,7 +398,9 @@ class Scores(MatrixLayout):
         """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. Then row
         files are removed, as this file has all rows."""
         self.seconds = self.sum_seconds()
-        lines = [f'"{key_of(column)}": {encode(getattr(self, column.name))}' for column in fields(self)]
+        lines = [
+            f'"{find_file_key(column)}": {encode(getattr(self, column.name))}' for column in fields(self)
+        ]
         write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
         remove_row_files(path.parent)
 

@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 NO_DIFFERENCE = Difference(mean=np.nan, low=np.nan, high=np.nan, p=np.nan, n=0)
 
 
-def intervals_of_means(series: Array) -> Array:
+def compute_mean_intervals(series: Array) -> Array:
     """The 95 % interval of the mean of each row of `series` [row, value] by Student's t, as [row, 2]: low and
     high, nan for fewer than MIN_PAIRS values."""
     size = series.shape[-1]
@@ -71,7 +71,7 @@ def compare_pairs(
         return NO_DIFFERENCE
 
     mean = float(differences.mean())
-    low, high = intervals_of_means(differences[None])[0].tolist()
+    low, high = compute_mean_intervals(differences[None])[0].tolist()
     p = find_sign_flip_p(differences, seed=seed)
     p_t = find_t_test_p(differences)
     return Difference(mean, low, high, p, len(differences), p_t)

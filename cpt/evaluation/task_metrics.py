@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cpt.core.messages import count_noun
-from cpt.evaluation.metrics import Array, MatrixLayout, bootstrap, compute_means, objective_value
+from cpt.evaluation.metrics import Array, MatrixLayout, bootstrap, compute_means, find_objective_value
 
 ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
 ENDTASK_MEANINGS = {
@@ -49,18 +49,18 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def score_array(endtasks: Mapping[str, Any], metric: str) -> Array:
+def build_score_array(endtasks: Mapping[str, Any], metric: str) -> Array:
     """Scores in 0..1 as [row, task, seed]; nan where not measured."""
     scores = np.array(endtasks["scores"][metric], dtype=float)
     return scores.reshape(-1, len(endtasks["tasks"]), len(endtasks["seeds"]))
 
 
-def headline_scores(endtasks: Mapping[str, Any]) -> Array:
+def select_headline_scores(endtasks: Mapping[str, Any]) -> Array:
     """Each task in its own metric, as micro-F1 for ChemProt: [row, task, seed]; nan where not measured."""
     columns = []
     for column, task in enumerate(endtasks["tasks"]):
         metric = endtasks["metric"][task]
-        columns.append(score_array(endtasks, metric)[:, column])
+        columns.append(build_score_array(endtasks, metric)[:, column])
     return np.stack(columns, axis=1)
 
 
@@ -79,7 +79,7 @@ def sd_over_seeds(scores: Array) -> Array:
     return np.where(counts > 1, np.sqrt(squares / np.maximum(counts - 1, 1)), np.nan)
 
 
-def last_measured(scores: Array) -> list[int | None]:
+def find_last_measured(scores: Array) -> list[int | None]:
     """Per task of [row, task, ...], the last row with a score; None without one."""
     is_measured = np.isfinite(scores).any(tuple(range(2, scores.ndim)))
     last_rows: list[int | None] = []
@@ -93,7 +93,7 @@ def pick_final(scores: Array) -> Array:
     model, or for a method that learns each domain from the base that of the domain's model."""
     not_measured = np.full(scores.shape[2:], np.nan)
     final = []
-    for column, row in enumerate(last_measured(scores)):
+    for column, row in enumerate(find_last_measured(scores)):
         final.append(not_measured if row is None else scores[row, column])
     return np.array(final)
 
@@ -129,7 +129,7 @@ def run_objective(scores: Mapping[str, Any], metric: str) -> float | None:
     None where the run has no such metric. Raises ValueError for an unknown one."""
     if metric in ENDTASK_MEANINGS:
         return summarise_endtasks(scores["endtasks"], scores["rows"]).get(metric)
-    return objective_value(scores["metrics"], metric)
+    return find_objective_value(scores["metrics"], metric)
 
 
 def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
@@ -137,12 +137,12 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
     `when: diagonal`, which measures no last model."""
     if not endtasks:
         return {}
-    scores = average_seeds(headline_scores(endtasks))
+    scores = average_seeds(select_headline_scores(endtasks))
     tasks = endtasks["tasks"]
 
     summary = {}
     if endtasks["when"] != "diagonal":
-        accuracy = average_seeds(score_array(endtasks, "accuracy"))
+        accuracy = average_seeds(build_score_array(endtasks, "accuracy"))
         summary["MF1"] = pick_final(scores).mean()
         summary["Acc"] = pick_final(accuracy).mean()
     summary["forward"] = pick_just_learned(scores, rows, tasks).mean()
@@ -221,7 +221,7 @@ def edit_similarity(answer: str, reference: str) -> float:
     return 1 - float(edit_distance(answer, reference)) / max(len(answer), len(reference), 1)
 
 
-def sari_of_one_reference(source: str, answer: str, reference: str) -> float:
+def compute_single_reference_sari(source: str, answer: str, reference: str) -> float:
     return sari(source, answer, [reference])
 
 
@@ -310,7 +310,7 @@ MEASURES: Mapping[str, AnswerMeasure] = {
     "accuracy_ranked_mean": AnswerMeasure(is_equal, ("ranked_mean", "references")),
     "rouge_l": AnswerMeasure(rouge_l, ("written", "references")),
     "edit_similarity": AnswerMeasure(edit_similarity, ("written", "references")),
-    "sari": AnswerMeasure(sari_of_one_reference, ("sources", "written", "references")),
+    "sari": AnswerMeasure(compute_single_reference_sari, ("sources", "written", "references")),
     "first_character": AnswerMeasure(has_same_first_character, ("written", "references")),
 }
 CLOSED = ("accuracy_ranked", "exact_match", "invalid", "accuracy_valid", "accuracy_ranked_mean")
@@ -386,14 +386,14 @@ def collect_task(rows: Sequence[AnswerSummary | None]) -> dict[str, Any]:
     }
 
 
-def head_of(task: Mapping[str, Any]) -> str:
+def find_main_measure(task: Mapping[str, Any]) -> str:
     """The measure that a task is known by."""
     return next(iter(task["measures"]))
 
 
-def matrix_of(answers: Mapping[str, Any]) -> Array:
+def build_answer_matrix(answers: Mapping[str, Any]) -> Array:
     """a as [row, task]: each task in the measure that it is known by; nan where it was not asked."""
-    columns = [task["measures"][head_of(task)] for task in answers["tasks"].values()]
+    columns = [task["measures"][find_main_measure(task)] for task in answers["tasks"].values()]
     return np.array(columns, dtype=float).T
 
 

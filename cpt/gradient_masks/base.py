@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.core.distributed import local_rows, to_local
+from cpt.core.distributed import select_local_rows, to_local
 from cpt.core.schema import check_value
 from cpt.data.collate import Batch
 from cpt.gradient_masks.options import ActsOn
@@ -177,7 +177,7 @@ def mark_recorded(masks: Sequence[GradientMask], *, is_only_micro_batch: bool = 
 
 def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> None:
     """In place tensor <- factor * tensor, or start + factor (tensor - start); the factor broadcasts."""
-    local_factor = local_rows(factor, tensor)
+    local_factor = select_local_rows(factor, tensor)
     local_tensor = to_local(tensor)
     local_factor = local_factor.to(local_tensor.device)
     if start is None:

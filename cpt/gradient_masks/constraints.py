@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.core.distributed import all_reduce_sum, full_tensor, is_sharded, local_rows, to_local
+from cpt.core.distributed import all_reduce_sum, full_tensor, is_sharded, select_local_rows, to_local
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensors import NamedTensors
 from cpt.gradient_masks.base import Constraint, Protection, Step
@@ -176,7 +176,7 @@ class Subspaces(Constraint):
         """The protected part of a step, of its local rows where it is sharded: `left_basis` is U [n, k],
         `right_basis` V [m, k]."""
         local_step = to_local(step)
-        u = local_rows(left_basis, step).to(local_step)
+        u = select_local_rows(left_basis, step).to(local_step)
         v = right_basis.to(local_step)
 
         # U^T step sums over rows, of which each process has some.

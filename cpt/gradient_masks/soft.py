@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import all_reduce_sum
-from cpt.data.collate import Batch, inputs_of, output_ids
+from cpt.data.collate import Batch, select_inputs, select_output_ids
 from cpt.gradient_masks.base import GradientMask
 from cpt.models.forward import check_dropout, kl_divergence, select_positions, set_dropout
 from cpt.models.objectives import Objective
@@ -111,10 +111,10 @@ class Proxy:
         """Each sample's KL(f1 || f2), [B], of two dropout passes over its uncorrupted ids, mean over its
         scored positions. Both passes run as one batch [2B, T]."""
         restored = self.objective.restore(batch)
-        doubled = cast(Batch, {name: tensor.repeat(2, 1) for name, tensor in inputs_of(restored).items()})
+        doubled = cast(Batch, {name: tensor.repeat(2, 1) for name, tensor in select_inputs(restored).items()})
 
         # Positions count the tokens of the whole batch: the second half comes after all of the first.
-        num_tokens = output_ids(restored).numel()
+        num_tokens = select_output_ids(restored).numel()
         doubled["positions"] = torch.cat([restored["positions"], restored["positions"] + num_tokens])
 
         def compare_passes(outputs: Tensor, positions: slice) -> Tensor:

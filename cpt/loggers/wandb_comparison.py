@@ -122,12 +122,12 @@ def summarize(sections: Sequence[RunSection]) -> dict[str, float | str]:
 def make_tables(sections: Sequence[RunSection]) -> dict[str, wandb.Table]:
     """`groups`: every measure of every group; `differences`: from the baseline, with p-values."""
     return {
-        "comparison/groups_table": as_table(tabulate_groups(sections)),
-        "comparison/differences_table": as_table(tabulate_tests(sections)),
+        "comparison/groups_table": make_wandb_table(tabulate_groups(sections)),
+        "comparison/differences_table": make_wandb_table(tabulate_tests(sections)),
     }
 
 
-def as_table(frame: DataFrame) -> wandb.Table:
+def make_wandb_table(frame: DataFrame) -> wandb.Table:
     return wandb.Table(columns=[*frame], data=replace_non_finite(frame).to_numpy().tolist())
 
 

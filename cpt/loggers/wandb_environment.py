@@ -16,7 +16,7 @@ from cpt.core.files import write_atomically as replace_file
 from cpt.core.messages import count_noun
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.processes import JOB
-from cpt.core.schema import unknown_name
+from cpt.core.schema import describe_unknown_name
 
 log = logging.getLogger(__name__)
 MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # of WANDB_MODE
@@ -68,7 +68,7 @@ def check_environment() -> None:
     """Raises ValueError for a WANDB_MODE or WANDB_TAGS that W&B would refuse after the texts are read."""
     mode = os.environ.get("WANDB_MODE")
     if mode and mode not in MODES:
-        raise ValueError(unknown_name(f"WANDB_MODE={mode}", MODES))
+        raise ValueError(describe_unknown_name(f"WANDB_MODE={mode}", MODES))
     for tag in os.environ.get("WANDB_TAGS", "").split(","):
         if len(tag.strip()) > LONGEST_TAG:
             length = count_noun(len(tag.strip()), "character")

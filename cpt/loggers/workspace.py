@@ -82,12 +82,12 @@ def build_workspace(entity: str, project: str) -> Workspace:
     )
     return workspaces.Workspace(
         sections=[
-            comparison_section(),
-            tests_section(),
-            stages_section(),
-            training_section(),
-            options_section(),
-            runs_section(),
+            build_comparison_section(),
+            build_tests_section(),
+            build_stages_section(),
+            build_training_section(),
+            build_options_section(),
+            build_runs_section(),
         ],
         runset_settings=runset,
         entity=entity,
@@ -96,7 +96,7 @@ def build_workspace(entity: str, project: str) -> Workspace:
     )
 
 
-def comparison_section() -> Section:
+def build_comparison_section() -> Section:
     import wandb_workspaces.reports.v2 as panels
     from wandb_workspaces import workspaces
 
@@ -125,7 +125,7 @@ def comparison_section() -> Section:
     )
 
 
-def stages_section() -> Section:
+def build_stages_section() -> Section:
     import wandb_workspaces.reports.v2 as panels
     from wandb_workspaces import workspaces
 
@@ -150,7 +150,7 @@ def stages_section() -> Section:
     )
 
 
-def runs_section() -> Section:
+def build_runs_section() -> Section:
     import wandb_workspaces.reports.v2 as panels
     from wandb_workspaces import workspaces
 
@@ -164,7 +164,7 @@ def runs_section() -> Section:
     )
 
 
-def training_section() -> Section:
+def build_training_section() -> Section:
     import wandb_workspaces.reports.v2 as panels
     from wandb_workspaces import workspaces
 
@@ -187,7 +187,7 @@ def training_section() -> Section:
     )
 
 
-def tests_section() -> Section:
+def build_tests_section() -> Section:
     """What the paired tests say, of runs of job type `comparison`."""
     import wandb_workspaces.reports.v2 as panels
     from wandb_workspaces import workspaces
@@ -202,7 +202,7 @@ def tests_section() -> Section:
     )
 
 
-def options_section() -> Section:
+def build_options_section() -> Section:
     """Which options lead to which result, and in what two runs differ."""
     import wandb_workspaces.reports.v2 as panels
     from wandb_workspaces import workspaces

@@ -22,8 +22,8 @@ from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.gradient_masks.base import Protection
 from cpt.methods.stage_module import MethodContext, StageModule
-from cpt.models.narrow_layers import hidden_dtype, widen
-from cpt.models.quantization import dequantize_layers, quantized_layers
+from cpt.models.narrow_layers import find_hidden_dtype, widen
+from cpt.models.quantization import dequantize_layers, find_quantized_layers
 from cpt.models.weights import find_frozen, swap_weights
 
 
@@ -232,10 +232,10 @@ class ContinualMethod(StageModule):
     def model_for(self, domain: int) -> PreTrainedModel:
         """The model for a domain: it is exported, and end tasks fine-tune a copy of it. With a `scope`, or a
         base that is quantized, it is a copy already, in which everything is trainable."""
-        if self.scope is None and not quantized_layers(self.model):
+        if self.scope is None and not find_quantized_layers(self.model):
             return self.model
         copy = self.copy_for(domain)
-        dequantize_layers(copy, hidden_dtype(copy))
+        dequantize_layers(copy, find_hidden_dtype(copy))
         widen(copy, copy.parameters())
         return copy.requires_grad_(True)
 

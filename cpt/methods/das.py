@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt.core.distributed import gather_rows
-from cpt.data.collate import Batch, inputs_of
+from cpt.data.collate import Batch, select_inputs
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DASOptions, DGAOptions
@@ -100,7 +100,7 @@ class ContrastMethod(ContinualMethod):
         num_rows = len(text["input_ids"])
         num_samples = ceil(options.contrast_samples * num_rows)
         if num_samples < num_rows:
-            samples = {name: value[:num_samples] for name, value in inputs_of(text).items()}
+            samples = {name: value[:num_samples] for name, value in select_inputs(text).items()}
             text = self.objective.lay_out(cast(Batch, samples))
 
         def represent() -> Tensor:  # the samples as vectors [N, D], without the head

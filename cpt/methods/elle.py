@@ -25,7 +25,7 @@ from cpt.data.collate import Batch, label_batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NO_GROWTH, ELLEOptions
-from cpt.methods.prompt import NEEDS_ROWS_REASON, check_rows, check_tokens, with_prompt
+from cpt.methods.prompt import NEEDS_ROWS_REASON, check_rows, check_tokens, copy_with_prompt
 from cpt.models import growth
 from cpt.models.forward import set_mode
 from cpt.models.loading import make_skeleton
@@ -226,7 +226,7 @@ class ELLE(ContinualMethod):
         name = self.prompting.name
         source = self.prompting.source_of(domain)  # BASE before the first domain
         prompt = self.model.get_parameter(name) if source == BASE else self.prompts[source]
-        return with_prompt(self.model, name, prompt)
+        return copy_with_prompt(self.model, name, prompt)
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         assert self.prompting is not None  # exports with modules have `attached`

@@ -21,7 +21,7 @@ from cpt.adapters.experts import (
     choose_blocks,
     extend_to_newest,
     find_mixtures,
-    scope_outside_ffns,
+    make_scope_outside_ffns,
     use_experts,
 )
 from cpt.core.distributed import all_reduce_sum
@@ -141,7 +141,7 @@ class DEMIX(CopyingMethod):
             scope = attach_bottlenecks(context.model, **options.bottleneck)
         else:
             try:
-                scope = scope_of_ffns(context.model)
+                scope = make_ffn_scope(context.model)
             except ValueError as error:  # a mixture of experts, or an FFN of unknown form
                 raise InvalidOptionError(
                     "method.experts", "ffn", reason=str(error), allowed="adapter"
@@ -168,7 +168,7 @@ class DEMIX(CopyingMethod):
         return super().diagnostics() | self.copy_diagnostics("demix")
 
 
-def scope_of_ffns(model: PreTrainedModel) -> Scope:
+def make_ffn_scope(model: PreTrainedModel) -> Scope:
     """The weights and biases of the linear layers of every block's FFN."""
     projections: list[Projection] = []
     for ffn in find_sublayers(model, ("neurons",)):
@@ -202,7 +202,7 @@ def find_dense_scope(model: PreTrainedModel, blocks: Sequence[str], *, dense: st
     with dense=frozen nothing."""
     if dense == "frozen":
         return Scope(names=(), projections=())
-    return scope_outside_ffns(model, blocks)
+    return make_scope_outside_ffns(model, blocks)
 
 
 class LifelongMoE(CopyingMethod):

@@ -27,8 +27,8 @@ from cpt.adapters.gates import (
     Gates,
     anneal,
     attach_gates,
-    bottleneck_units,
     find_gated_parameters,
+    list_bottleneck_units,
     regulariser,
 )
 from cpt.core.exceptions import InvalidOptionError
@@ -85,12 +85,12 @@ class GatedMethod(ContinualMethod):
         return self.gates.hard(self.domain_params.weights(domain))
 
 
-def units_of_adapters(model: nn.Module, kind: type[Bottleneck]) -> list[Units]:
+def list_adapter_units(model: nn.Module, kind: type[Bottleneck]) -> list[Units]:
     """The neurons and outputs of all bottleneck adapters of a kind."""
     units = []
     for name, module in model.named_modules():
         if isinstance(module, kind):
-            units += bottleneck_units(name, module.down, module.up)
+            units += list_bottleneck_units(name, module.down, module.up)
     return units
 
 
@@ -107,7 +107,7 @@ class HAT(GatedMethod):
         units: list[Units] = []
         if has_adapters:
             scope = attach_bottlenecks(model, **options.bottleneck)
-            units = units_of_adapters(model, Bottleneck)
+            units = list_adapter_units(model, Bottleneck)
         elif options.units:
             units = find_units(model, options.units, skips_mixtures=True)
         gates = attach_gates(model, units, s_max=options.s_max)
@@ -220,7 +220,7 @@ class HAT(GatedMethod):
         return diagnostics
 
 
-def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
+def list_norm_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     """The names of the parameters of the norms within the blocks."""
     names = []
     for block_name, block in find_blocks(model):
@@ -255,8 +255,8 @@ class CPTPlugin(GatedMethod):
                 reason=str(error),
                 allowed="models whose attentions and feed-forward networks are known",
             ) from error
-        gates = attach_gates(model, units_of_adapters(model, Plugin), s_max=options.s_max)
-        norms = norms_of(model) if options.norms == "per_domain" else ()
+        gates = attach_gates(model, list_adapter_units(model, Plugin), s_max=options.s_max)
+        norms = list_norm_parameters(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + norms)
         super().__init__(options, context, scope=trained)
 

@@ -21,14 +21,14 @@ from cpt.adapters import lora
 from cpt.adapters.domain_store import BASE, DomainParams, DomainScorer
 from cpt.adapters.options import StoredLoRAOptions, SummedLoRAOptions
 from cpt.adapters.orthogonal_lora import ProtectedDirections
-from cpt.adapters.plain_model import save_without_tuners, without_tuners
+from cpt.adapters.plain_model import copy_without_tuners, save_without_tuners
 from cpt.adapters.routed_lora import (
     SampleRouter,
     attach_experts,
     attach_routed,
     begin_routed,
+    find_router,
     routed_part,
-    router_of,
 )
 from cpt.adapters.saved_modules import train_fully
 from cpt.core.distributed import all_reduce_sum
@@ -97,8 +97,8 @@ class LoRA(ContinualMethod):
         weights = named_weights(self.model)
         names_by_id = {id(weight): name for name, weight in weights.items()}
         adapted = {}
-        for layer in lora.lora_layers(self.model).values():
-            weight = lora.adapted_weight(layer)
+        for layer in lora.find_lora_layers(self.model).values():
+            weight = lora.get_adapted_weight(layer)
             adapted[names_by_id[id(weight)]] = weight
         return adapted
 
@@ -132,7 +132,7 @@ class LoRA(ContinualMethod):
         overwrite_rows(self.model, {name: base[name] for name in restored_names})
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return without_tuners(self.copy_for(domain))
+        return copy_without_tuners(self.copy_for(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.export_format == "merged":
@@ -258,7 +258,7 @@ class NLoRA(IncLoRA):
         terms = super().losses(batch)
         if self.options.strength:
             newest: list[FactorPair] = []
-            for layer in lora.lora_layers(self.model).values():
+            for layer in lora.find_lora_layers(self.model).values():
                 newest += lora.map_factors(layer)
             norm = product_norm if self.options.penalty == "product" else factors_norm
             terms["sparsity"] = self.options.strength * norm(newest)
@@ -344,7 +344,7 @@ class OLoRA(IncLoRA):
         if self.options.norm:
             # The gradient of a norm at 0 is 0.
             norms = []
-            for layer in lora.lora_layers(self.model).values():
+            for layer in lora.find_lora_layers(self.model).values():
                 for factors in lora.map_factors(layer):
                     norms += [torch.linalg.vector_norm(factor) for factor in factors]
             terms["norm"] = self.options.norm * torch.stack(norms).sum()
@@ -451,7 +451,7 @@ class SAPT(ContinualMethod):
         self.saved_names = saved_names
         self.attached = attach_routed, attach.keywords  # what loads an exported model repeats
         self.attention = NamedTensors()  # mean a of each domain's text at the domain's end
-        self.router = AttentionScorer(router_of(self.model), context.objective, self.attention)
+        self.router = AttentionScorer(find_router(self.model), context.objective, self.attention)
 
     @property
     def mean_attention(self) -> list[Tensor]:
@@ -462,7 +462,7 @@ class SAPT(ContinualMethod):
     def rates(self) -> dict[nn.Parameter, float]:
         # A new adapter adds 0 at first: trained as fast, attention would return to earlier adapters, and the
         # new one would never train.
-        parameters = router_of(self.model).parameters()
+        parameters = find_router(self.model).parameters()
         return {parameter: self.options.key_rate for parameter in parameters if parameter.requires_grad}
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
@@ -486,7 +486,7 @@ class SAPT(ContinualMethod):
         """KL(p || a) of each row of an earlier domain in the last forward pass, [n]: a is the row's attention
         over the modules, p the mean attention of its domain."""
         domains = batch["domains"]  # [B], -1: general text
-        log_weights = router_of(self.model).row_log_weights  # log a, [B, modules]
+        log_weights = find_router(self.model).row_log_weights  # log a, [B, modules]
         is_earlier = (domains >= 0) & (domains < self.domain.index)
         # In the first domain no row is of an earlier one, and there is no mean a to compare with.
         if not is_earlier.any():
@@ -496,14 +496,14 @@ class SAPT(ContinualMethod):
 
     def key_distances(self, batch: Batch) -> Tensor:
         """1 - cos(e, k_t) of each row of the current domain in the last forward pass, [n]."""
-        cosines = router_of(self.model).cosines  # [B, 1 or T, t]
+        cosines = find_router(self.model).cosines  # [B, 1 or T, t]
         assert cosines is not None
         newest = cosines[:, -1, -1]  # at the last place, of the whole row; the newest key is the last
         return 1 - newest[batch["domains"] == self.domain.index]
 
     @torch.no_grad()
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        router = router_of(self.model)
+        router = find_router(self.model)
         # The sum over scored positions of the weights a of their rows, by adapter, and as a last entry the
         # number of positions: in one tensor, so that all processes add them up at once.
         sums = torch.zeros(len(router.keys) + 1, dtype=torch.double, device=self.device)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt.adapters import lora
-from cpt.core.distributed import dot, full_tensor, local_rows, to_local, total_norm, with_rows
+from cpt.core.distributed import dot, full_tensor, select_local_rows, shard_rows, to_local, total_norm
 from cpt.core.messages import count_noun
 from cpt.core.randomness import torch_seed
 from cpt.core.tensors import NamedTensors, PreciseTensors, upcast
@@ -80,13 +80,13 @@ def drop_entries(task_vector: Tensor, parameter: Tensor, *, p: float, seed: int)
     of `parameter` that this process has. The draw is for all rows of the parameter, so that the same entries
     are dropped on any number of processes."""
     uniforms = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    is_retained = local_rows(uniforms, parameter).to(task_vector.device) >= p
+    is_retained = select_local_rows(uniforms, parameter).to(task_vector.device) >= p
     return task_vector * is_retained / (1 - p)
 
 
 def gather_parameter_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     """All rows of a tensor that is sharded like a parameter, from the rows of this process. A collective."""
-    [sharded] = with_rows([rows], [parameter])
+    [sharded] = shard_rows([rows], [parameter])
     return full_tensor(sharded)
 
 
@@ -99,7 +99,7 @@ def slerp(start: Tensor, end: Tensor, share: float, *, like: Tensor) -> Tensor:
     tensor([0.7071, 0.7071])
     """
     # The angle is between all rows of both tensors; each process then interpolates its own rows.
-    sharded_start, sharded_end = with_rows([start, end], [like, like])
+    sharded_start, sharded_end = shard_rows([start, end], [like, like])
     lengths = total_norm([sharded_start]) * total_norm([sharded_end])
     cosine = dot([sharded_start], [sharded_end]) / lengths
     # The divisor sin O is 0, or so small that it loses digits.

@@ -198,18 +198,18 @@ class ELLEOptions(Options):
         if domain == 0:
             return dict(NO_GROWTH)
         return {
-            "neurons": value_before(domain, self.neurons),
-            "heads": value_before(domain, self.heads),
-            "layers": value_before(domain, self.layers),
-            "hidden": value_before(domain, self.hidden),
+            "neurons": select_value_before(domain, self.neurons),
+            "heads": select_value_before(domain, self.heads),
+            "layers": select_value_before(domain, self.layers),
+            "hidden": select_value_before(domain, self.hidden),
         }
 
 
-def value_before(domain: int, values: float | Sequence[float]) -> float:
+def select_value_before(domain: int, values: float | Sequence[float]) -> float:
     """An option's value before the domain of an index, 1 or more. The option is one value for all domains, or
     a list with one value per further domain, whose last one holds for all that follow.
 
-    >>> [value_before(domain, (2, 4)) for domain in (1, 2, 3)]
+    >>> [select_value_before(domain, (2, 4)) for domain in (1, 2, 3)]
     [2, 4, 4]
     """
     if isinstance(values, Sequence):

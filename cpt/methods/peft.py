@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.lora import (
-    adapted_weight,
     attach_tuner,
-    lora_layers,
+    find_lora_layers,
+    get_adapted_weight,
     rewrites_weights,
 )
-from cpt.adapters.plain_model import save_without_tuners, without_tuners
+from cpt.adapters.plain_model import copy_without_tuners, save_without_tuners
 from cpt.adapters.saved_modules import train_fully
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -52,7 +52,7 @@ class Peft(ContinualMethod):
     def rewritten(self) -> list[nn.Parameter]:
         if not rewrites_weights(self.options.arguments):
             return []
-        return [adapted_weight(layer) for layer in lora_layers(self.model).values()]
+        return [get_adapted_weight(layer) for layer in find_lora_layers(self.model).values()]
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         # With one set for all domains, or start=previous, training continues from the model as it is.
@@ -60,7 +60,7 @@ class Peft(ContinualMethod):
             self.domain_params.load_into(self.model, BASE)
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return without_tuners(self.copy_for(domain))
+        return copy_without_tuners(self.copy_for(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         return save_without_tuners(folder, self.model, weights=self.exported_weights(order))

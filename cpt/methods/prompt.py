@@ -31,7 +31,7 @@ SHARED_PROMPT_DOMAIN = 0  # the domain under which a prompt for all domains is s
 NEEDS_ROWS_REASON = "whose vectors follow the first token of a row"  # of `check_rows`
 
 
-def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrainedModel:
+def copy_with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrainedModel:
     """A trainable copy of a model with another prompt [n, D] as the parameter of this name."""
     copy = copy_trainable(model)
     owner, _, attribute = name.rpartition(".")
@@ -78,7 +78,7 @@ class PromptMethod(ContinualMethod):
         return self.domain_params.weights(domain)
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return with_prompt(self.model, self.name, self.weights(domain)[self.name])
+        return copy_with_prompt(self.model, self.name, self.weights(domain)[self.name])
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         return {name: self.weights(index) for index, name in enumerate(order)}

@@ -15,7 +15,7 @@ from cpt.core.distributed import all_reduce_sum, gather_shards
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draw_uniforms, key, permute, sample_keys
-from cpt.data.collate import UNSCORED, Batch, label_batch, labels_of
+from cpt.data.collate import UNSCORED, Batch, label_batch, place_labels
 from cpt.data.packing import PADDING
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -116,7 +116,7 @@ class Reservoir(nn.Module):
         if not rows_by_slot:
             return
 
-        labels = labels_of(batch)
+        labels = place_labels(batch)
         row_outputs = outputs.split(torch.bincount(batch["rows"], minlength=count).tolist())
         for slot, row in rows_by_slot.items():
             if not row_outputs[row].isfinite().all():  # as of a skipped step

@@ -28,7 +28,7 @@ from torch import Tensor
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.core.randomness import draw_uniforms, key, sample_keys
-from cpt.data.collate import Batch, inputs_of, output_ids
+from cpt.data.collate import Batch, select_inputs, select_output_ids
 from cpt.data.demonstrations import Demonstration
 from cpt.evaluation.finetune import find_max_length
 from cpt.evaluation.task_answers import pad_rows
@@ -238,11 +238,11 @@ class SDFT(ContinualMethod):
 def find_questions(batch: Batch, stream: int) -> list[Question]:
     """The questions of a training batch. One answer is drawn of a row with several; a row that is scored from
     its beginning, as of raw text, has no question. `stream` is the key of the random numbers."""
-    width = output_ids(batch).shape[1]
+    width = select_output_ids(batch).shape[1]
     rows = batch["rows"].cpu().numpy()
     columns = batch["positions"].cpu().numpy() - rows * width
     targets = batch["targets"].cpu().numpy()
-    input_ids = inputs_of(batch)["input_ids"].cpu().numpy()
+    input_ids = select_inputs(batch)["input_ids"].cpu().numpy()
 
     questions = []
     for row in range(len(input_ids)):

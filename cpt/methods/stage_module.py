@@ -51,7 +51,7 @@ from cpt.optim.options import SAME_FOR_ALL, ParameterOptions
 from cpt.optim.rounded_optimizer import RoundedOptimizer
 from cpt.optim.rounding import TO_NEAREST, Rounding, StochasticRounding
 from cpt.optim.schedulers import Progress, Schedule
-from cpt.optim.state import CarriedState, lay_out_moments, parameters_of, unfuse_mixed
+from cpt.optim.state import CarriedState, lay_out_moments, list_parameters, unfuse_mixed
 
 log = logging.getLogger(__name__)
 REFERENCE = "reference"  # the auxiliary model that token weights compare with
@@ -222,13 +222,13 @@ class StageModule(LightningModule):
         if stage in self.expanded_stages:
             return
         # Seeded by the stage alone: a resumed run repeats the growth of all stages, and has to draw the same.
-        shapes_before = parameter_shapes(self.model)
+        shapes_before = list_parameter_shapes(self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(torch_seed(self.seed, "shape", stage.name))
             self.expand(stage)
         self.expanded_stages.append(stage)
 
-        shapes = parameter_shapes(self.model)
+        shapes = list_parameter_shapes(self.model)
         if shapes == shapes_before:
             return
         # Parameters outside of a method's scope would silently stay at their first values.
@@ -294,7 +294,7 @@ class StageModule(LightningModule):
 
     def check_optimized(self, optimizer: Optimizer) -> None:
         """Raises ValueError for a parameter that requires a gradient and is in no group of the optimizer."""
-        optimized = {id(parameter) for parameter in parameters_of(optimizer)}
+        optimized = {id(parameter) for parameter in list_parameters(optimizer)}
         missing = []
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and id(parameter) not in optimized:
@@ -497,7 +497,7 @@ class StageModule(LightningModule):
         gradient_clip_algorithm: Any = None,
     ) -> None:
         # torch's clip_grad_norm_ in two halves: the guard checks the norm in between.
-        parameters = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        parameters = [parameter for parameter in list_parameters(optimizer) if parameter.grad is not None]
         norm = total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
         if self.is_logged():
             self.log(f"train/grad_norm/{self.domain.name}", norm)
@@ -612,5 +612,5 @@ def add_base(module: StageModule, state: dict[str, Tensor], prefix: str, *args: 
             state[prefix + name] = module.get_parameter(name)
 
 
-def parameter_shapes(module: nn.Module) -> dict[str, torch.Size]:
+def list_parameter_shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.data.collate import Batch, Sharing, inputs_of
+from cpt.data.collate import Batch, Sharing, select_inputs
 from cpt.models.forward import (
     SOURCE_TOKENS,
     TARGET_TOKENS,
@@ -23,8 +23,8 @@ from cpt.models.forward import (
     select_positions,
     set_mode,
 )
-from cpt.models.narrow_layers import hidden_dtype
-from cpt.models.varlen_attention import REFERENCE, cumulative_lengths, takes_lengths
+from cpt.models.narrow_layers import find_hidden_dtype
+from cpt.models.varlen_attention import REFERENCE, make_length_arguments, takes_lengths
 
 log = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager")  # attention implementations that take a mask of blocks
@@ -41,7 +41,7 @@ def make_inputs(
         return separate_documents(model, batch["input_ids"], batch["segments"], causal=causal), None
     if "layout" in batch:
         return separate_samples(model, batch, batch["layout"])
-    return inputs_of(batch), None
+    return select_inputs(batch), None
 
 
 def separate_documents(
@@ -59,7 +59,7 @@ def separate_documents(
     TEXT_MASKS[ids] = segments >= 0
     position_ids = columns - document_starts + first_position
     if takes_lengths(model):
-        return {"input_ids": ids, "position_ids": position_ids, **cumulative_lengths(is_first)}
+        return {"input_ids": ids, "position_ids": position_ids, **make_length_arguments(is_first)}
     if causal and not needs_causal_masks(model):
         return {"input_ids": ids, "position_ids": position_ids}
     masks = make_block_masks(model, segments, causal=causal)
@@ -83,7 +83,7 @@ def separate_samples(model: PreTrainedModel, batch: Batch, layout: Tensor) -> tu
     row_positions = torch.arange(layout.numel(), device=layout.device)
     positions = torch.zeros_like(batch["input_ids"]).flatten().scatter(0, layout.flatten(), row_positions)
     if takes_lengths(model):
-        lengths = cumulative_lengths(position_ids == 0)
+        lengths = make_length_arguments(position_ids == 0)
         return {"input_ids": ids, "position_ids": position_ids, **lengths}, positions
     if not needs_causal_masks(model):
         return {"input_ids": ids, "position_ids": position_ids}, positions
@@ -117,7 +117,7 @@ def make_block_masks(model: PreTrainedModel, segments: Tensor, *, causal: bool) 
 
     # Eager attention adds a mask to its scores, others take it as truth values.
     if model.config._attn_implementation == "eager":
-        dtype = hidden_dtype(model)
+        dtype = find_hidden_dtype(model)
         zero = torch.zeros((), dtype=dtype, device=is_seen.device)
         lowest = torch.finfo(dtype).min
         masks = {kind: torch.where(mask, zero, lowest) for kind, mask in masks.items()}
@@ -187,7 +187,7 @@ def try_isolation(model: PreTrainedModel, *, are_documents: bool, causal: bool =
         shared_batch = Sharing(even=1).lay_out(batch)
 
     with set_mode(model, training=False):
-        separate = hidden_states(model, inputs_of(batch))[is_token]
+        separate = hidden_states(model, select_inputs(batch))[is_token]
         inputs, positions = make_inputs(model, shared_batch, causal=causal)
         try:
             shared = hidden_states(model, inputs)

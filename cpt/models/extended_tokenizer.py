@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun
 from cpt.data.sources.base import SPLIT
-from cpt.data.text_encoder import TextEncoder, frame_of, special_tokens_of, unknown_id
+from cpt.data.text_encoder import TextEncoder, find_frame, find_unknown_id, list_special_tokens
 
 # Parts of a fast tokenizer that come before its model, with their names in messages.
 TEXT_STEPS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
@@ -50,8 +50,8 @@ def find_misfits(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTo
 
     yield from find_vocabulary_misfits(tokenizer.get_vocab(), own_tokenizer.get_vocab())
 
-    own_special = special_tokens_of(own_tokenizer)
-    special = special_tokens_of(tokenizer)
+    own_special = list_special_tokens(own_tokenizer)
+    special = list_special_tokens(tokenizer)
     ordinary = [token for token in own_special if token not in special]
     if ordinary:
         count = count_noun(len(ordinary), "special token")
@@ -111,7 +111,7 @@ def find_model_misfits(model: Mapping[str, Any], own_model: Mapping[str, Any]) -
             yield f"its {model['type']} has {key}={values}"
 
     if "merges" in model:
-        lost = first_lost_merge(model["merges"], own_model["merges"])
+        lost = find_first_lost_merge(model["merges"], own_model["merges"])
         if lost is not None:
             yield f"the merge {' '.join(lost)!r} of the checkpoint is missing, or in another order"
     if isinstance(model["vocab"], list):  # Unigram: pieces with their scores
@@ -122,7 +122,7 @@ def find_model_misfits(model: Mapping[str, Any], own_model: Mapping[str, Any]) -
             yield f"it has {count} of the checkpoint with other scores, {format_tokens(rescored)}"
 
 
-def first_lost_merge(
+def find_first_lost_merge(
     merges: Sequence[Sequence[str]], own_merges: Sequence[Sequence[str]]
 ) -> Sequence[str] | None:
     """The first of the checkpoint's merges that does not follow those before it; None where all are there in
@@ -146,7 +146,7 @@ def describe_other_roles(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreT
     """How a fitting tokenizer differs from that of the checkpoint: the tokens around a text, those of eos and
     the like, and the chat template. Empty for nothing."""
     differences = []
-    if frame_of(tokenizer) != frame_of(own_tokenizer):
+    if find_frame(tokenizer) != find_frame(own_tokenizer):
         differences.append("it puts other tokens around a text")
     for role in ("bos_token", "eos_token", "pad_token", "mask_token"):
         token = getattr(tokenizer, role, None)
@@ -171,7 +171,7 @@ def find_sub_tokens(
     own_vocabulary = own_tokenizer.get_vocab()
     added_tokens = tokenizer.added_tokens_decoder
     encoder = TextEncoder(own_tokenizer, SPLIT)
-    unknown = unknown_id(own_tokenizer)
+    unknown = find_unknown_id(own_tokenizer)
 
     sub_tokens: dict[int, list[int]] = {}
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.distributed import all_reduce_max, all_reduce_sum
 from cpt.core.tensors import upcast
-from cpt.data.collate import Batch, idle_batch, select_row
+from cpt.data.collate import Batch, make_idle_batch, select_row
 from cpt.models.fsdp import named_weights, raised_gradients
 from cpt.models.objectives import Objective
 from cpt.models.units import find_blocks
@@ -102,7 +102,7 @@ def sum_sharded_powers(
         count += sum("idle" not in part for part in parts)
         # All processes make as many passes, those with fewer parts idle ones.
         num_passes = all_reduce_max(len(parts))
-        parts += [idle_batch(batch)] * (num_passes - len(parts))
+        parts += [make_idle_batch(batch)] * (num_passes - len(parts))
         for part in parts:
             size = 0 if "idle" in part else len(part["input_ids"])
             with raised_gradients(model, power, weight=size):

@@ -34,9 +34,9 @@ from cpt.models.units import (
     SubLayer,
     find_blocks,
     find_mixer_outs,
+    find_output_axis,
     find_projections,
     find_sublayers,
-    output_axis,
 )
 
 # Names of the fields of configurations that hold the number of neurons, of heads, …
@@ -389,14 +389,14 @@ def repeat_features(
         if parameter.shape[axis] == shape[axis]:
             continue
         features = torch.arange(parameter.shape[axis])
-        if is_linear and axis != output_axis(module):  # reads the features
+        if is_linear and axis != find_output_axis(module):  # reads the features
             origins = features.repeat(times)
             shares = index_axis(values, axis, origins) / times
             values = separate_copies(shares, axis, origins[len(features) :], noise)
             continue
 
         # Q, K and V of a fused layer are repeated each on its own, unless its rows go head by head.
-        is_output = axis == (output_axis(module) if is_linear else 0)
+        is_output = axis == (find_output_axis(module) if is_linear else 0)
         repeated: Sequence[Tensor] = (features,)
         if is_output and segments is not None and all(is_contiguous(segment) for segment in segments):
             repeated = segments

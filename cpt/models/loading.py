@@ -36,7 +36,7 @@ from cpt.core.hub_access import check_model_access
 from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
-from cpt.data.packing import padding_id
+from cpt.data.packing import find_padding_id
 from cpt.models.forward import find_padded_positions
 from cpt.models.fsdp import Sharding
 from cpt.models.narrow_layers import make_narrow
@@ -179,7 +179,7 @@ def choose_objective(
     `has_answers`, else of raw text, which a decoder may mix with chats."""
     name = resolve_objective(options.objective, config)
     check_packing(name, is_isolated=is_isolated, has_answers=has_answers)
-    padding = padding_id(tokenizer)
+    padding = find_padding_id(tokenizer)
 
     if name == "span":
         start = getattr(config, "decoder_start_token_id", None)
@@ -209,7 +209,7 @@ def make_span(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, *, star
         mean=options.span_length,
         sentinels=find_sentinel_ids(tokenizer),
         end=tokenizer.eos_token_id,
-        pad=padding_id(tokenizer),
+        pad=find_padding_id(tokenizer),
         start=start,
     )
 

@@ -194,15 +194,15 @@ def compute_dtype(layer: nn.Module) -> torch.dtype:
     return cast(Tensor, layer.weight).dtype
 
 
-def hidden_dtype(model: PreTrainedModel) -> torch.dtype:
+def find_hidden_dtype(model: PreTrainedModel) -> torch.dtype:
     """The type of a model's hidden states outside of autocast."""
     table = model.get_input_embeddings()
     return compute_dtype(table.get_base_layer() if isinstance(table, BaseTunerLayer) else table)
 
 
-def empty_hidden(model: PreTrainedModel) -> Tensor:
+def make_empty_hidden(model: PreTrainedModel) -> Tensor:
     """An empty tensor like a model's hidden states outside of autocast: of their type, on their device."""
-    return torch.empty(0, dtype=hidden_dtype(model), device=model.get_input_embeddings().weight.device)
+    return torch.empty(0, dtype=find_hidden_dtype(model), device=model.get_input_embeddings().weight.device)
 
 
 def copy_trainable(model: PreTrainedModel) -> PreTrainedModel:

@@ -301,7 +301,7 @@ class Span(Objective):
         # A hidden token stands for itself, a sentinel for the first token of the hole that follows it, and
         # the end for the last token of the row.
         last_columns = rows.lengths[:, None] - 1
-        columns = np.minimum(next_column_where(is_hidden), last_columns)
+        columns = np.minimum(find_next_column(is_hidden), last_columns)
         label_columns = left_align(columns, in_target, filler=0)
         return Tables(
             ids=source,
@@ -567,7 +567,7 @@ def left_align(values: np.ndarray, is_chosen: np.ndarray, *, filler: int) -> np.
     return table
 
 
-def next_column_where(is_wanted: np.ndarray) -> np.ndarray:
+def find_next_column(is_wanted: np.ndarray) -> np.ndarray:
     """For each column of a table [B, T] the first one from it on where `is_wanted`, [B, T]; T without any."""
     width = is_wanted.shape[1]
     wanted_columns = np.where(is_wanted, np.arange(width), width)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from cpt.models.quantization import QuantizedLinear, quantized_layers
+from cpt.models.quantization import QuantizedLinear, find_quantized_layers
 
 
 class MissingWeightError(LookupError):
@@ -25,7 +25,7 @@ class MissingWeightError(LookupError):
 def original_weights(model: PreTrainedModel, files: Iterable[Path]) -> Iterator[None]:
     """Inside the context the quantized layers of a model have the weights of a checkpoint's files. Raises
     MissingWeightError where they are not safetensors, or store a weight in another form."""
-    layers = quantized_layers(model)
+    layers = find_quantized_layers(model)
     with ExitStack() as stack:
         opened = {}  # by the name of a tensor, the open file that holds it
         for path in files:

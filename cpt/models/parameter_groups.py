@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import abbreviate
 from cpt.models.units import find_block_matrices, find_blocks
-from cpt.models.weights import find_outer_embeddings, find_trainable, parameters_within
+from cpt.models.weights import find_outer_embeddings, find_trainable, list_parameters_within
 from cpt.optim.muon import MuonWithAdamW
 from cpt.optim.options import PARAMETER_KINDS, ParameterOptions
 
@@ -26,10 +26,10 @@ def find_parameters(model: PreTrainedModel, pattern: str) -> list[nn.Parameter]:
         blocks: list[nn.Module] = []
         with suppress(ValueError):  # of a model without known blocks
             blocks = [block for _, block in find_blocks(model)]
-        return parameters_within(model, find_outer_embeddings(model, blocks))
+        return list_parameters_within(model, find_outer_embeddings(model, blocks))
     if pattern == "head":
         head = model.get_output_embeddings()
-        return [] if head is None else parameters_within(model, [head])
+        return [] if head is None else list_parameters_within(model, [head])
     return list(dict.fromkeys(find_trainable(model, pattern)))
 
 

@@ -266,17 +266,17 @@ def copy_from_file(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+def find_quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     """The quantized layers of a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def count_stored(model: nn.Module) -> dict[int, int]:
     """By the id of each quantized parameter, how many weights it holds: several may be in one number."""
-    return {id(layer.weight): layer.num_weights for layer in quantized_layers(model).values()}
+    return {id(layer.weight): layer.num_weights for layer in find_quantized_layers(model).values()}
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Replaces the quantized layers within a model by plain ones with weights of a type."""
-    for name, layer in quantized_layers(model).items():
+    for name, layer in find_quantized_layers(model).items():
         model.set_submodule(name, layer.make_plain(layer.make_linear(dtype), dtype))

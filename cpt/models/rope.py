@@ -177,11 +177,11 @@ def forget_lengths(model: nn.Module) -> None:
     """Lets dynamic RoPE take the frequencies for the longest row of each pass, whatever passes were before:
     transformers keeps those of the longest text until a short one comes."""
     for module in model.modules():
-        if dynamic_prefixes(module):
+        if find_dynamic_prefixes(module):
             module.register_forward_pre_hook(restore_frequencies)
 
 
-def dynamic_prefixes(module: nn.Module) -> list[str]:
+def find_dynamic_prefixes(module: nn.Module) -> list[str]:
     """The prefixes of a module's attributes for each layer type with dynamic RoPE, "" without layer types;
     the module is one of transformers that computes rotary positions."""
     rope_type = getattr(module, "rope_type", None)
@@ -192,7 +192,7 @@ def dynamic_prefixes(module: nn.Module) -> list[str]:
 
 def restore_frequencies(module: nn.Module, args: Any) -> None:
     """The pre-hook of a module with dynamic RoPE."""
-    for prefix in dynamic_prefixes(module):
+    for prefix in find_dynamic_prefixes(module):
         current = module.get_buffer(f"{prefix}inv_freq")
         original = getattr(module, f"{prefix}original_inv_freq").to(current.device)
         module.register_buffer(f"{prefix}inv_freq", original, persistent=False)

@@ -74,7 +74,7 @@ class WeightsReport:
     left_out: list[str]
 
 
-def weight_names(config: PretrainedConfig) -> list[str]:
+def list_weight_names(config: PretrainedConfig) -> list[str]:
     """The names of files, one of which transformers loads, in its order."""
     declared = getattr(config, "transformers_weights", None)
     if declared is not None:
@@ -86,8 +86,8 @@ def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
     """The files of weights that transformers loads of a folder or of a name on the Hub, from which they are
     downloaded. Raises ValueError for a model without them."""
     # In the order in which transformers looks for them; an index names the shards.
-    supported = f"a model with {', '.join(weight_names(config))}"
-    for name in weight_names(config):
+    supported = f"a model with {', '.join(list_weight_names(config))}"
+    for name in list_weight_names(config):
         try:
             file = cached_file(
                 checkpoint,
@@ -195,7 +195,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def as_in_full(stored: StoredWeights, model: PreTrainedModel) -> StoredWeights:
+def restore_plain_shapes(stored: StoredWeights, model: PreTrainedModel) -> StoredWeights:
     """The tensors of a quantized checkpoint as those of a plain one: without scales, and with the shapes that
     the model has where a tensor has as many numbers, two of 4 bits in a byte."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -326,10 +326,10 @@ def find_wrapper(stored: StoredWeights, report: WeightsReport) -> str:
         return ""
     missing_names = set(report.missing)
     other_names = [name for name in stored.tensors if name not in missing_names]
-    adapter = first_match(ADAPTER, other_names)
+    adapter = find_first_match(ADAPTER, other_names)
     if adapter:
         return adapter.strip(".")
-    wrapper = first_match(WRAPPERS, other_names)
+    wrapper = find_first_match(WRAPPERS, other_names)
     if wrapper:
         return wrapper
 
@@ -351,7 +351,7 @@ def find_wrapper(stored: StoredWeights, report: WeightsReport) -> str:
     return prefix if 2 * count >= len(report.missing) else ""
 
 
-def first_match(pattern: re.Pattern[str], names: Iterable[str]) -> str:
+def find_first_match(pattern: re.Pattern[str], names: Iterable[str]) -> str:
     """The first text in some names that a pattern finds; "" for none."""
     for name in names:
         match = pattern.search(name)
@@ -369,14 +369,14 @@ def log_unused(report: WeightsReport, stored: StoredWeights, checkpoint: str) ->
         return
     description = f"{count_noun(len(report.unused), 'tensor')} ({abbreviate(report.unused)})"
     unused_names = set(report.unused)
-    used_names = {without_numbers(name) for name in stored.tensors if name not in unused_names}
-    if any(without_numbers(name) in used_names for name in report.unused):
+    used_names = {replace_block_numbers(name) for name in stored.tensors if name not in unused_names}
+    if any(replace_block_numbers(name) in used_names for name in report.unused):
         log.warning("%s has more blocks than its config.json says: not using %s", checkpoint, description)
     else:
         log.info("Not using %s of %s, which the model has no place for", description, checkpoint)
 
 
-def without_numbers(name: str) -> str:
+def replace_block_numbers(name: str) -> str:
     """A tensor's name with `N` for the numbers of its blocks: equal for the same tensor of each block."""
     return re.sub(r"\.\d+\.", ".N.", name)
 

@@ -86,11 +86,11 @@ class Projection:
 
     @property
     def outputs(self) -> int:
-        return weight_shape(self.module)[self.axis]
+        return find_weight_shape(self.module)[self.axis]
 
     @property
     def inputs(self) -> int:
-        return weight_shape(self.module)[1 - self.axis]
+        return find_weight_shape(self.module)[1 - self.axis]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class BlockLayers:
     feed_forward: list[Projection]
 
 
-def weight_shape(module: nn.Module) -> torch.Size:
+def find_weight_shape(module: nn.Module) -> torch.Size:
     """The shape of a linear layer's weight; a quantized one is stored in another."""
     if isinstance(module, QuantizedLinear):
         return torch.Size((module.out_features, module.in_features))
@@ -380,7 +380,7 @@ def find_weight_matrices(model: nn.Module) -> list[Projection]:
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.ndim == 2:
             matrices.setdefault(
-                weight, Projection(name=name, module=module, axis=output_axis(module), segments=())
+                weight, Projection(name=name, module=module, axis=find_output_axis(module), segments=())
             )
     return list(matrices.values())
 
@@ -396,7 +396,7 @@ def find_block_matrices(model: nn.Module) -> list[nn.Parameter]:
     return matrices
 
 
-def output_axis(module: nn.Module) -> int:
+def find_output_axis(module: nn.Module) -> int:
     """The axis of a layer's weight over its output features: GPT-2's Conv1D stores the transpose."""
     return 1 if isinstance(module, Conv1D) else 0
 
@@ -477,8 +477,8 @@ def group_block_layers(name: str, block: nn.Module) -> BlockLayers:
     for full_name, module in block.named_modules(prefix=name):
         if not isinstance(module, nn.Linear | Conv1D):
             continue
-        axis = output_axis(module)
-        rows = torch.arange(weight_shape(module)[axis])
+        axis = find_output_axis(module)
+        rows = torch.arange(find_weight_shape(module)[axis])
         layer = Projection(name=full_name, module=module, axis=axis, segments=(rows,))
         match = ATTENTION.match(full_name, len(name) + 1)
         if match:
@@ -578,7 +578,7 @@ def split_source(
     is_fused = len(counts) > 1
     if is_fused and model_type not in FUSED:
         raise UnknownLayersError(
-            f"{source.name} {list(weight_shape(source.module))} is a fused layer of a {model_type}; "
+            f"{source.name} {list(find_weight_shape(source.module))} is a fused layer of a {model_type}; "
             f"layouts are known for {', '.join(FUSED)}"
         )
 

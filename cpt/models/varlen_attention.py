@@ -27,7 +27,7 @@ def uses_flash_attention(model: PreTrainedModel) -> bool:
     return is_flash_attention_requested(model.config)
 
 
-def cumulative_lengths(is_first: Tensor) -> dict[str, Any]:
+def make_length_arguments(is_first: Tensor) -> dict[str, Any]:
     """The arguments of a model for rows [R, W] in which a document, or padding, begins where `is_first` is
     true, as it is at the first position of each row. Documents are counted through all rows, one after
     another: `cu_seq_lens` [documents + 1] int32 has where each begins in R * W, and R * W at last."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import abbreviate, count_noun, log_once
 from cpt.core.processes import is_first_process
-from cpt.data.text_encoder import rename_tokens, special_tokens_of, unknown_id
+from cpt.data.text_encoder import find_unknown_id, list_special_tokens, rename_tokens
 from cpt.models.extended_tokenizer import describe_other_roles, find_sub_tokens
 from cpt.models.loading import is_tied
 
@@ -173,7 +173,7 @@ def enlarge_embeddings(model: PreTrainedModel, num_entries: int, *, is_around_me
 @torch.no_grad()
 def set_rows(model: PreTrainedModel, sub_tokens: dict[int, list[int]]) -> None:
     """Sets rows of embedding and head, and the head's bias, to the means over their sub-tokens."""
-    for table in vocabulary_tables(model):
+    for table in find_vocabulary_tables(model):
         for token_id, pieces in sub_tokens.items():
             if token_id < len(table):
                 table[token_id] = table[pieces].mean(0)
@@ -182,11 +182,11 @@ def set_rows(model: PreTrainedModel, sub_tokens: dict[int, list[int]]) -> None:
 @torch.no_grad()
 def set_mean_rows(model: PreTrainedModel, token_ids: list[int], own_ids: list[int]) -> None:
     """Sets rows of embedding and head, and the head's bias, to the mean over the checkpoint's own tokens."""
-    for table in vocabulary_tables(model):
+    for table in find_vocabulary_tables(model):
         table[token_ids] = table[own_ids].mean(0)
 
 
-def vocabulary_tables(model: PreTrainedModel) -> list[nn.Parameter]:
+def find_vocabulary_tables(model: PreTrainedModel) -> list[nn.Parameter]:
     """The tensors of a model with a row for each entry: the embedding, and of the head the weight, unless it
     is tied, and the bias."""
     head = model.get_output_embeddings()
@@ -268,9 +268,9 @@ def find_new_tokens(weight: Tensor, tokenizer: PreTrainedTokenizerBase) -> Added
     rows = len(weight)
     ids_without_row = [token_id for token_id in added_contents if token_id >= rows]
     ids_with_row = [token_id for token_id in added_contents if token_id < rows]
-    special_ids = set(special_tokens_of(tokenizer).values())
+    special_ids = set(list_special_tokens(tokenizer).values())
 
-    control_ids = special_ids | control_tokens(tokenizer, added_contents)
+    control_ids = special_ids | find_control_tokens(tokenizer, added_contents)
 
     # The added tokens that have a row which looks untrained.
     stale_ids, is_certain = find_stale_rows(
@@ -304,7 +304,7 @@ def split_vocabulary(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], dic
     return sorted(base_ids), contents
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, contents: dict[int, str]) -> set[int]:
+def find_control_tokens(tokenizer: PreTrainedTokenizerBase, contents: dict[int, str]) -> set[int]:
     """The ids of added tokens that look like control tokens, or that the chat template writes."""
     template = str(tokenizer.chat_template or "")
     return {token_id for token_id, token in contents.items() if CONTROL.fullmatch(token) or token in template}
@@ -385,7 +385,7 @@ def split_new_tokens(
         encoded = [tokenizer.convert_tokens_to_ids(pieces) for pieces in pieces_by_token]
 
     # A mean over new tokens, or over the unknown one, would say nothing of the text.
-    excluded_ids = {*contents, unknown_id(tokenizer)}
+    excluded_ids = {*contents, find_unknown_id(tokenizer)}
     sub_tokens: dict[int, list[int]] = {}
     for token_id, ids in zip(contents, encoded, strict=True):
         sub_tokens[token_id] = [piece for piece in ids if piece not in excluded_ids and piece < rows]

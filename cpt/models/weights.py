@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from cpt.core.distributed import is_sharded, shard_like, sum_over_processes, to_local, with_rows
+from cpt.core.distributed import is_sharded, shard_like, shard_rows, sum_over_processes, to_local
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensor_files import open_tensors
 from cpt.core.tensors import NamedTensors, PreciseTensors, upcast
 from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.options import Freeze
-from cpt.models.quantization import quantized_layers
+from cpt.models.quantization import find_quantized_layers
 from cpt.models.units import find_blocks
 from cpt.optim.rounding import TO_NEAREST, Rounding
 
@@ -44,7 +44,7 @@ class Snapshot(NamedTensors):
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
         current = {name: weight for name, weight in named_weights(model).items() if name not in self.excluded}
         copies = self.named()
-        common_names = shared_names(current, copies)
+        common_names = list_shared_names(current, copies)
         self.move(copies, current, common_names, share)
         self.update({name: weight for name, weight in current.items() if name not in common_names})
 
@@ -53,7 +53,7 @@ class Snapshot(NamedTensors):
         """Restores the copy in place, or moves the parameters by a share of the way to it."""
         current = named_weights(model)
         copies = self.named()
-        names = shared_names(current, copies)
+        names = list_shared_names(current, copies)
         if rounding is TO_NEAREST:
             self.move(current, copies, names, share)
             return
@@ -101,7 +101,7 @@ class PreciseSnapshot(Snapshot, PreciseTensors):
             yield
 
 
-def shared_names(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+def list_shared_names(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors that are in both mappings with equal shapes, in the order of the first."""
     return [name for name, tensor in first.items() if name in second and second[name].shape == tensor.shape]
 
@@ -120,7 +120,7 @@ class _QuadraticPenalty(torch.autograd.Function):
             terms, scaled = penalize_one_by_one(local_parameters, local_anchors, local_weights)
         else:
             terms, scaled = penalize_at_once(local_parameters, local_anchors, local_weights)
-        ctx.gradients = with_rows(scaled, parameters)
+        ctx.gradients = shard_rows(scaled, parameters)
         return sum_over_processes(terms, parameters) / 2
 
     @staticmethod
@@ -175,8 +175,8 @@ def quadratic_penalty(
     trained = {name: weight for name, weight in named_weights(model).items() if weight.requires_grad}
     penalized = anchors
     if weights is not None:
-        penalized = {name: anchors[name] for name in shared_names(anchors, weights)}
-    names = shared_names(trained, penalized)
+        penalized = {name: anchors[name] for name in list_shared_names(anchors, weights)}
+    names = list_shared_names(trained, penalized)
     return _QuadraticPenalty.apply(
         is_offloaded,
         [anchors[name] for name in names],
@@ -242,7 +242,7 @@ def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
         for block in blocks[: freeze.layers]:
             frozen += block.parameters()
         if freeze.embeddings:
-            frozen += parameters_within(model, find_outer_embeddings(model, blocks))
+            frozen += list_parameters_within(model, find_outer_embeddings(model, blocks))
     if freeze.trainable is not None:
         trained = find_all_trainable(model, freeze.trainable)
         frozen += [parameter for parameter in model.parameters() if parameter not in trained]
@@ -258,7 +258,7 @@ def find_outer_embeddings(model: nn.Module, blocks: Sequence[nn.Module]) -> list
     return [table for table in tables if table not in block_modules]
 
 
-def parameters_within(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+def list_parameters_within(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     """The parameters of layers, and of the adapters around them."""
     names = {module: name for name, module in model.named_modules()}
     parameters: dict[nn.Parameter, None] = {}
@@ -322,7 +322,7 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     incomplete_kinds = set[str]()
     kinds = name_kinds(base)
-    quantized = {id(layer.weight): layer for layer in quantized_layers(base).values()}
+    quantized = {id(layer.weight): layer for layer in find_quantized_layers(base).values()}
     with ExitStack() as stack:
         open_files = {}  # by the name of a tensor, the open file that holds it
         for path in sorted(folder.glob("*.safetensors")):

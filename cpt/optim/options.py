@@ -20,8 +20,8 @@ from cpt.core.schema import (
     Text,
     check_value,
     config,
+    list_option_types,
     option,
-    option_types,
     prefix_errors,
 )
 from cpt.core.sections import RESERVED_KEYS, Choice, Section
@@ -197,7 +197,7 @@ KINDS: Mapping[str, OptimizerKind] = {
     ),
 }
 # Options of cpt, which the optimizer does not get.
-NOT_OF_OPTIMIZER = ("state_across_domains", *option_types(ParameterOptions))
+NOT_OF_OPTIMIZER = ("state_across_domains", *list_option_types(ParameterOptions))
 
 
 def read_optimizer(section: Section) -> Choice:
@@ -216,13 +216,13 @@ def read_optimizer(section: Section) -> Choice:
 
 def read_parameter_options(section: Section) -> ParameterOptions:
     """The options of parameters in the section of an optimizer. Raises ValueError for an invalid value."""
-    names = option_types(ParameterOptions)
+    names = list_option_types(ParameterOptions)
     return section.only(name for name in section.values if name in names).read(ParameterOptions)
 
 
 def read_typed_optimizer(section: Section, target: str, kind: type[Options]) -> Choice:
     """An optimizer with options of a class of this module; torch checks further arguments."""
-    typed_names = option_types(kind)
+    typed_names = list_option_types(kind)
     options = section.only(name for name in section.values if name in typed_names).read(kind)
     arguments = {name: value for name, value in vars(options).items() if name not in NOT_OF_OPTIMIZER}
     for name, value in section.values.items():

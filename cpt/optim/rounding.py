@@ -106,7 +106,7 @@ def draw_16_bits(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def lost_update_share(parameters: Iterable[nn.Parameter], *, rate: float) -> float:
+def compute_lost_update_share(parameters: Iterable[nn.Parameter], *, rate: float) -> float:
     """The share of weights, 0 to 1, that a step of size `rate` does not change in bfloat16: it is less than
     half the distance to the next number of 8 significant bits.
 

@@ -67,7 +67,7 @@ def warm_cosine(step: float, steps: float, *, warmup_steps: float, low: float, h
     return half_cosine(position, low=low, high=high)
 
 
-def decay_position(step: int, steps: int, *, start: float) -> float:
+def compute_decay_position(step: int, steps: int, *, start: float) -> float:
     """Where a step is in a final decay, 0 at its `start` and 1 at the domain's end."""
     return min(1.0, (step - start) / (steps - start))
 
@@ -212,7 +212,7 @@ class Infinite(Schedule):
         has_decay = self.annealed == "each" or is_last_domain
         decay_start = progress.steps * (1 - self.anneal)  # a step of the domain
         if has_decay and progress.step > decay_start:
-            position = decay_position(progress.step, progress.steps, start=decay_start)
+            position = compute_decay_position(progress.step, progress.steps, start=decay_start)
             return self.constant * (self.final / self.constant) ** position
 
         # One warm-up and one cool-down in a run, both in its first domain.
@@ -267,7 +267,7 @@ class WSD(Schedule):
         if progress.step <= decay_start:
             return 1.0
 
-        position = decay_position(progress.step, progress.steps, start=decay_start)
+        position = compute_decay_position(progress.step, progress.steps, start=decay_start)
         decayed_share = math.sqrt(position) if self.form == "root" else position
         return self.final + (1 - self.final) * (1 - decayed_share)
 
@@ -297,7 +297,7 @@ class ReciprocalRoot(Schedule):
             return self.reciprocal_root(progress.step, progress)
         # From where the curve is at the start of the decay, so that the rate has no jump there.
         start_factor = self.reciprocal_root(cooldown_start, progress)
-        position = decay_position(progress.step, progress.steps, start=cooldown_start)
+        position = compute_decay_position(progress.step, progress.steps, start=cooldown_start)
         return self.final + (start_factor - self.final) * (1 - position)
 
     def reciprocal_root(self, step: float, progress: Progress) -> float:

@@ -60,7 +60,7 @@ class CarriedState(NamedTensors):
         # exist.
         loaded: dict[int, dict[str, Any]] = {}
         new_names = []
-        for index, parameter in enumerate(parameters_of(optimizer)):
+        for index, parameter in enumerate(list_parameters(optimizer)):
             name = names[parameter]
             if name in carried and fits_parameter(carried[name], parameter):
                 loaded[index] = carried.pop(name)
@@ -81,7 +81,7 @@ class CarriedState(NamedTensors):
         return self
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """An optimizer's parameters over all groups, as its state_dict counts them."""
     parameters: list[nn.Parameter] = []
     for group in optimizer.param_groups:

@@ -20,11 +20,12 @@ from cpt.core.messages import count_noun
 from cpt.core.schema import Number, fits
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
-from cpt.reporting.contrasts import is_ranked, pareto_front
+from cpt.reporting.contrasts import find_pareto_front, is_ranked
 from cpt.reporting.drawing import (
     HeatMap,
     Picture,
     SeriesStyle,
+    choose_series_style,
     draw_heat_maps,
     escape_label,
     label_logarithm,
@@ -32,10 +33,9 @@ from cpt.reporting.drawing import (
     make_figure,
     make_png,
     scale_around_zero,
-    series_style,
 )
 from cpt.reporting.formats import MAX_LISTED, format_perplexity, list_names
-from cpt.reporting.frames import mean_so_far
+from cpt.reporting.frames import average_so_far
 from cpt.reporting.page import PICTURES, Block, build_picture_block
 from cpt.reporting.run_figures import CHANGE_LABEL, map_change, mark_stages, name_stages
 from cpt.reporting.sections import RunGroup, RunSection, name_orders
@@ -280,7 +280,7 @@ def draw_plane(
             xs, ys = np.array([means[name] for name in connected]).T
             axes.plot(xs, ys, color=styles[connected[0]].colour, zorder=1)
     mean_points = {name: (float(mean[0]), float(mean[1])) for name, mean in means.items()}
-    front = pareto_front(mean_points)
+    front = find_pareto_front(mean_points)
     if front:
         line = draw_front(axes, np.array([means[name] for name in front]))
         assign_front(line, mean_points)
@@ -376,7 +376,7 @@ def average_stages(groups: Mapping[str, Sequence[Scores]]) -> StageAverages:
 
 def average_by_stage(scores: Scores) -> Series:
     """After each stage, the mean perplexity over the domains learned so far; nan where it is not finite."""
-    means = [mean_so_far(scores, row) for row in range(1, len(scores.rows))]
+    means = [average_so_far(scores, row) for row in range(1, len(scores.rows))]
     return Series(np.where(np.isfinite(means), means, np.nan))
 
 
@@ -543,7 +543,7 @@ def find_setting_curves(section: RunSection, key: str) -> dict[str, list[CurvePo
 def style_groups(groups: Iterable[str], indices: Mapping[str, int] | None) -> dict[str, SeriesStyle]:
     """The style of each group by its index; by the order of the groups where none are given."""
     indices = indices or {name: index for index, name in enumerate(groups)}
-    return {name: series_style(indices[name]) for name in groups}
+    return {name: choose_series_style(indices[name]) for name in groups}
 
 
 def open_axes(num_groups: int) -> tuple[PageFigure, Axes]:

@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 import numpy as np
 from pandas import DataFrame
 
-from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL, Difference, compare_pairs, intervals_of_means
+from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL, Difference, compare_pairs, compute_mean_intervals
 from cpt.reporting.load_runs import Pair
 from cpt.reporting.measures import TESTED_MEASURES, ComparedMeasure, select_measured
 from cpt.reporting.sections import RunGroup, RunSection
@@ -70,7 +70,7 @@ def measure_spreads(series: np.ndarray, *, num_runs: int) -> list[Spread]:
     """The spread of each row of `series` [series, value], of which each value is of another run.
     `num_runs` counts all runs that were to have a value, those without one as well."""
     num_values = series.shape[1]
-    intervals = intervals_of_means(series).tolist()
+    intervals = compute_mean_intervals(series).tolist()
 
     spreads = []
     for values, (low, high) in zip(series.tolist(), intervals, strict=True):
@@ -261,7 +261,7 @@ def is_significantly_better(contrast: PairedContrast, measure: ComparedMeasure) 
     return contrast.p_holm < SIGNIFICANCE_LEVEL and (contrast.mean > 0) == measure.higher_is_better
 
 
-def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
+def find_pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
     """The names of the points (x, y) that no other dominates, by ascending x; lower is better in both."""
     front = []
     lowest = (math.inf, math.inf)

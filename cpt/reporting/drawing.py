@@ -92,7 +92,7 @@ def read_description(picture: bytes) -> str:
     return str(PngImageFile(io.BytesIO(picture)).text.get("Description", ""))
 
 
-def series_style(index: int) -> SeriesStyle:
+def choose_series_style(index: int) -> SeriesStyle:
     """Colour, marker and dashes of a series; 72 indices differ in the first two, neighbours in both."""
     colour = index % len(SERIES)
     turn = index // len(SERIES)

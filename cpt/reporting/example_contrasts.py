@@ -15,7 +15,7 @@ from pandas import DataFrame, concat
 
 from cpt.evaluation import predictions
 from cpt.evaluation.statistics import compare_differences, mcnemar
-from cpt.evaluation.task_metrics import head_of
+from cpt.evaluation.task_metrics import find_main_measure
 from cpt.reporting.contrasts import correct_differences
 from cpt.reporting.load_runs import MeasuredRun, Pair
 from cpt.reporting.sections import RunGroup, RunSection
@@ -111,7 +111,7 @@ def read_tasks(
     for run in runs:
         if is_comparable(run, "answers"):
             for name, answers in run.scores.answers.get("tasks", {}).items():
-                task = Task(kind="answers", name=name, measure=head_of(answers))
+                task = Task(kind="answers", name=name, measure=find_main_measure(answers))
                 runs_by_task[task].append(run)
     for task, asked_runs in runs_by_task.items():
         yield task, read_answers(task, asked_runs, damage_messages)

@@ -30,7 +30,7 @@ from cpt.reporting.formats import (
 from cpt.reporting.load_runs import LeftOut
 from cpt.reporting.measures import MEASURES, ComparedMeasure, select_measured
 from cpt.reporting.page import LEGENDS, Block
-from cpt.reporting.sections import RunGroup, RunSection, differing_settings, name_orders
+from cpt.reporting.sections import RunGroup, RunSection, find_differing_settings, name_orders
 
 MAX_NAMED_SETTINGS = 8  # differing settings that a note names
 TOKENS_TOLERANCE = 1.01  # times those of another group, up to which they are called equal
@@ -93,7 +93,7 @@ def list_conditions(section: RunSection) -> Block:
     if needs_domain:
         lines.append(f"Given the domain of a text at test time: {list_names(needs_domain)}.")
 
-    settings = [key for key in differing_settings(section.runs) if not key.startswith(METHOD_SETTINGS)]
+    settings = [key for key in find_differing_settings(section.runs) if not key.startswith(METHOD_SETTINGS)]
     if settings:
         lines.append(describe_settings(section, settings))
     costs = {group.name: (group.mean("cost/tokens"), group.mean("cost/flops")) for group in groups}

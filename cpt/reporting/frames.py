@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
-from cpt.evaluation.metrics import UNITS, in_units
+from cpt.evaluation.metrics import UNITS, convert_units
 from cpt.evaluation.scores import Scores
 
 COST_UNITS = {
@@ -164,7 +164,7 @@ def list_metrics(scores: Scores) -> ReportedValues:
 
 def list_matrix_losses(scores: Scores) -> ReportedValues:
     """Every cell of the matrix, in each of UNITS."""
-    matrix_by_unit = in_units(scores.matrix, layout=scores)
+    matrix_by_unit = convert_units(scores.matrix, layout=scores)
     cells_by_unit = {unit: matrix.tolist() for unit, matrix in matrix_by_unit.items()}
     for stage, row in enumerate(scores.rows):
         for column, text in enumerate(scores.domains):
@@ -179,7 +179,7 @@ def list_perplexities(scores: Scores) -> ReportedValues:
     domain, under the model just after that domain."""
     if not scores.rows:
         return
-    perplexities = in_units(scores.matrix, layout=scores)["perplexity"].tolist()
+    perplexities = convert_units(scores.matrix, layout=scores)["perplexity"].tolist()
     for column, text in enumerate(scores.domains):
         stages = {"base": 0, "final": len(scores.rows) - 1}
         if text in scores.learned:
@@ -213,7 +213,7 @@ def list_endtasks(scores: Scores) -> ReportedValues:
     if not endtasks:
         return
     for metric in task_metrics.ENDTASK_METRICS:
-        cube = task_metrics.score_array(endtasks, metric)
+        cube = task_metrics.build_score_array(endtasks, metric)
         for stage, task, seed in np.argwhere(np.isfinite(cube)).tolist():
             yield ReportedValue(
                 metric=metric,
@@ -237,12 +237,12 @@ def list_task_means(scores: Scores) -> ReportedValues:
     yield ReportedValue(metric="seconds", value=endtasks["seconds"], unit="s", key="endtask/seconds")
 
     for metric in task_metrics.ENDTASK_METRICS:
-        cube = task_metrics.score_array(endtasks, metric)
+        cube = task_metrics.build_score_array(endtasks, metric)
         means = task_metrics.average_seeds(cube)
         deviations = task_metrics.sd_over_seeds(cube)
         final = task_metrics.pick_final(means)
         just_learned = task_metrics.pick_just_learned(means, scores.rows, endtasks["tasks"])
-        last_stages = task_metrics.last_measured(cube)
+        last_stages = task_metrics.find_last_measured(cube)
         for column, (task, stage) in enumerate(zip(endtasks["tasks"], last_stages, strict=True)):
             key = f"endtask/{escape_name(task)}/{metric}"
             row = None
@@ -455,8 +455,10 @@ def list_costs(scores: Scores) -> ReportedValues:
     """Each of COST_UNITS for the whole run and for each stage. For the whole run, `stored` is that at its
     end, `memory` and `trained` are those of the largest stage, and the others are sums."""
     for name, unit in COST_UNITS.items():
-        by_stage = costs_by_stage(scores, name)
-        yield ReportedValue(metric=name, value=total_cost(scores, name), unit=unit, key=f"cost/{name}")
+        by_stage = list_stage_costs(scores, name)
+        yield ReportedValue(
+            metric=name, value=compute_total_cost(scores, name), unit=unit, key=f"cost/{name}"
+        )
         for stage, (row, value) in enumerate(zip(scores.rows, by_stage, strict=False)):
             key = f"stage/{escape_name(row)}/{name}"
             yield ReportedValue(metric=name, value=value, unit=unit, key=key, stage=stage, row=row)
@@ -466,7 +468,7 @@ def list_costs(scores: Scores) -> ReportedValues:
     yield ReportedValue(metric="seconds", value=scores.seconds, unit="s", key="cost/seconds")
 
 
-def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
+def list_stage_costs(scores: Scores, name: str) -> Sequence[float]:
     """One of COST_UNITS for each row of the matrix."""
     if name.startswith(SECONDS):
         seconds = scores.activity_seconds.get(name.removeprefix(SECONDS), {})
@@ -478,12 +480,12 @@ def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
     return getattr(scores, name)
 
 
-def total_cost(scores: Scores, name: str) -> float | None:
+def compute_total_cost(scores: Scores, name: str) -> float | None:
     """One of COST_UNITS for the whole run; None where it was not counted."""
     if name.startswith(SECONDS):
         return sum(scores.activity_seconds.get(name.removeprefix(SECONDS), {}).values())
 
-    by_stage = costs_by_stage(scores, name)
+    by_stage = list_stage_costs(scores, name)
     # A run of the base alone has read no tokens; of other runs 0 means that nothing was counted.
     is_zero_unknown = name == "memory" or (name in ("tokens", "flops") and len(scores.rows) != 1)
     if not by_stage or (is_zero_unknown and not any(by_stage)):
@@ -549,10 +551,12 @@ def find_matrices(scores: Scores) -> dict[str, DataFrame]:
     matrices = {"perplexity": label_matrix(perplexities, scores, scores.domains)}
     answers = scores.answers
     if answers.get("tasks"):
-        matrices["answers"] = label_matrix(task_metrics.matrix_of(answers), scores, list(answers["tasks"]))
+        matrices["answers"] = label_matrix(
+            task_metrics.build_answer_matrix(answers), scores, list(answers["tasks"])
+        )
     endtasks = scores.endtasks
     if endtasks:
-        shares = task_metrics.average_seeds(task_metrics.headline_scores(endtasks))
+        shares = task_metrics.average_seeds(task_metrics.select_headline_scores(endtasks))
         matrices["endtasks"] = label_matrix(shares, scores, endtasks["tasks"])
     return matrices
 
@@ -580,7 +584,7 @@ def replace_non_finite(table: DataFrame) -> DataFrame:
     return finite.astype(object).where(finite.notna(), None)
 
 
-def mean_so_far(scores: Scores, row: int) -> float:
+def average_so_far(scores: Scores, row: int) -> float:
     """The mean perplexity of a row over the domains learned so far; nan without any."""
     column_by_text = {text: column for column, text in enumerate(scores.domains)}
     learned = scores.rows[1 : row + 1]
@@ -596,19 +600,19 @@ def list_stage_points(scores: Scores, row: int) -> dict[str, float]:
     last, `mean_perplexity` is over the domains learned so far, `tokens`, `flops` and `seconds` are sums so
     far, and the others are of the stage itself."""
     points: dict[str, float] = {"stage": row}
-    for unit, losses in in_units(scores.row_losses(row), layout=scores).items():
+    for unit, losses in convert_units(scores.row_losses(row), layout=scores).items():
         for text, loss in zip(scores.domains, losses.tolist(), strict=True):
             if not isnan(loss):
                 points[f"{CURVE_NAMES[unit]}/{escape_name(text)}"] = loss
-    mean_perplexity = mean_so_far(scores, row)
+    mean_perplexity = average_so_far(scores, row)
     if not isnan(mean_perplexity):
         points["stages/mean_perplexity"] = mean_perplexity
 
-    points["stages/tokens"] = sum(costs_by_stage(scores, "tokens")[: row + 1])
-    points["stages/flops"] = sum(costs_by_stage(scores, "flops")[: row + 1])
-    points["stages/seconds"] = sum(costs_by_stage(scores, "seconds_learn")[: row + 1])
+    points["stages/tokens"] = sum(list_stage_costs(scores, "tokens")[: row + 1])
+    points["stages/flops"] = sum(list_stage_costs(scores, "flops")[: row + 1])
+    points["stages/seconds"] = sum(list_stage_costs(scores, "seconds_learn")[: row + 1])
     for name in ("memory", "trained", "stored"):
-        by_stage = costs_by_stage(scores, name)
+        by_stage = list_stage_costs(scores, name)
         if row < len(by_stage):
             points[f"stages/{name}"] = by_stage[row]
 

@@ -39,7 +39,7 @@ from cpt.reporting.frames import ReportedValue, find_matrices, list_values
 from cpt.reporting.license_choices import load_license_choices
 from cpt.reporting.license_sources import find_licenses, group_licenses
 from cpt.reporting.license_terms import LicenseDecision, StatedLicense, choose_license, decide_license
-from cpt.reporting.page import IN_CELL, TEMPLATES, markdown_table, quote_markup
+from cpt.reporting.page import IN_CELL, TEMPLATES, format_markdown_table, quote_markup
 from cpt.reporting.run_tables import describe_quantization, format_cells, format_metric
 from cpt.reporting.serving import describe_adapters
 
@@ -301,7 +301,7 @@ def find_format(reported: ReportedValue) -> Format | None:
 
 def make_markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table of cells that may hold any text."""
-    return markdown_table([head, ["---"] * len(head), *rows])
+    return format_markdown_table([head, ["---"] * len(head), *rows])
 
 
 def hide_paths(value: Any, public_names: Collection[str]) -> str:

@@ -113,9 +113,9 @@ def write_page(
     blocks = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
     picture_names = write_pictures(blocks, stem=stem, with_vectors=with_vectors)
 
-    parts = [f"# {quote_markup(title, IN_CELL)}", *markdown_head(head)]
+    parts = [f"# {quote_markup(title, IN_CELL)}", *format_markdown_head(head)]
     for block, name in zip(blocks, picture_names, strict=True):
-        parts.append(markdown(block, picture=f"{name}.png"))
+        parts.append(format_markdown(block, picture=f"{name}.png"))
     stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
     page = stem.with_name(f"{stem.name}.html")
@@ -248,7 +248,7 @@ def quote_line(line: str) -> str:
     return "".join(parts)
 
 
-def markdown_head(head: PageHead) -> list[str]:
+def format_markdown_head(head: PageHead) -> list[str]:
     """The head of a page as paragraphs."""
     parts = []
     if head.facts:
@@ -261,7 +261,7 @@ def markdown_head(head: PageHead) -> list[str]:
     return parts
 
 
-def markdown(block: Block, *, picture: str) -> str:
+def format_markdown(block: Block, *, picture: str) -> str:
     """A block, with its picture in a file of the given name."""
     title = quote_markup(block.title, IN_CELL)
     fold_label = quote_markup(block.fold_label, IN_CELL)
@@ -278,7 +278,7 @@ def markdown(block: Block, *, picture: str) -> str:
     if block.cells:
         num_numbers = len(block.head) - block.num_word_columns
         alignment = [":--"] * min(block.num_word_columns, len(block.head)) + ["--:"] * num_numbers
-        parts.append(markdown_table([block.head, alignment, *block.cells]))
+        parts.append(format_markdown_table([block.head, alignment, *block.cells]))
     if block.code:
         parts.append(fence_code(block.code))
     if fold_label:
@@ -286,7 +286,7 @@ def markdown(block: Block, *, picture: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def markdown_table(rows: Iterable[Sequence[object]]) -> str:
+def format_markdown_table(rows: Iterable[Sequence[object]]) -> str:
     """A table of cells that may hold any text; the second row is that of dashes."""
     lines = []
     for row in rows:

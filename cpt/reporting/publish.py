@@ -67,7 +67,7 @@ def check_repository(name: str, *, needs_token: bool) -> None:
     try:
         validate_repo_id(name)
     except ValueError as error:
-        reason = first_line(str(error))
+        reason = take_first_line(str(error))
         raise InvalidOptionError(OPTION, name, reason=reason, allowed="USER/MODEL or MODEL") from None
     if needs_token and not get_token():
         raise InvalidOptionError(
@@ -137,13 +137,13 @@ def make_upload_error(error: Exception, publication: Publication, *, step: str) 
         allowed = "a name of your own, or a token with write access (`hf auth login`)"
     elif status is not None:
         server_message = getattr(error, "server_message", None) or str(error)
-        cause = f"the Hub answered {status}: {first_line(server_message)}"
+        cause = f"the Hub answered {status}: {take_first_line(server_message)}"
     else:
-        cause = f"the Hub cannot be reached: {first_line(str(error)) or type(error).__name__}"
+        cause = f"the Hub cannot be reached: {take_first_line(str(error)) or type(error).__name__}"
     return InvalidOptionError(OPTION, publication.name, reason=f"{cause}; {step}", allowed=allowed)
 
 
-def first_line(text: str) -> str:
+def take_first_line(text: str) -> str:
     """The first line of a message without its full stop; empty of an empty text."""
     lines = text.strip().splitlines()
     return lines[0].rstrip(".") if lines else ""

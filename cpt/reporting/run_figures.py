@@ -23,6 +23,7 @@ from cpt.reporting.drawing import (
     ColourScale,
     HeatMap,
     Picture,
+    choose_series_style,
     draw_heat_maps,
     escape_label,
     label_logarithm,
@@ -30,7 +31,6 @@ from cpt.reporting.drawing import (
     make_figure,
     make_png,
     scale_around_zero,
-    series_style,
     set_ticks,
 )
 from cpt.reporting.formats import MAX_LISTED, format_perplexity, format_signed, list_names
@@ -453,7 +453,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
 
             numbers = list(blocks)
             means = similarities.mean(1)  # by block
-            style = series_style(index)
+            style = choose_series_style(index)
             axes.plot(
                 numbers,
                 means,

@@ -18,7 +18,7 @@ from cpt.evaluation.derived_rows import describe_tuned_chats, find_derived_rows
 from cpt.evaluation.metrics import METRICS
 from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.evaluation.scores import Scores, describe_conditions, find_conditions
-from cpt.evaluation.task_metrics import describe_task, head_of
+from cpt.evaluation.task_metrics import describe_task, find_main_measure
 from cpt.reporting import run_figures
 from cpt.reporting.chat_tables import (
     ANSWER_HEAD,
@@ -408,7 +408,7 @@ def find_shown_columns(head: Sequence[str], *, hidden: Sequence[str]) -> list[in
 
 def build_answer_matrix_block(scores: Scores, shares: DataFrame) -> Block:
     """The answers to each task after each stage, in the task's own measure."""
-    measures = {task: head_of(answers) for task, answers in scores.answers["tasks"].items()}
+    measures = {task: find_main_measure(answers) for task, answers in scores.answers["tasks"].items()}
     return Block(
         name="answers",
         title=f"Answers to each task (column) after each stage (row): {describe_measures(measures)}",
@@ -453,7 +453,7 @@ def build_endtask_matrix_block(scores: Scores, shares: DataFrame) -> Block:
     """The end tasks after each stage, in the task's own metric, with deviations over seeds."""
     endtasks = scores.endtasks
     is_measured = np.isfinite(shares).any(axis=1)
-    deviations = task_metrics.sd_over_seeds(task_metrics.headline_scores(endtasks))[is_measured]
+    deviations = task_metrics.sd_over_seeds(task_metrics.select_headline_scores(endtasks))[is_measured]
     cells = format_cells(shares.dropna(how="all"), format_percent, deviations)
     picture = None
     caption = ""

@@ -126,7 +126,7 @@ def build_sections(
                 runs_of_all_bases += other_runs
         base_settings = []
         if other_bases:
-            settings = differing_settings(runs_of_all_bases)
+            settings = find_differing_settings(runs_of_all_bases)
             base_settings = [setting for setting in settings if setting.startswith("model.")]
 
         baselines = {}
@@ -282,7 +282,7 @@ def number_names(groups: Sequence[RunGroup]) -> list[RunGroup]:
 
 def split_by_settings(runs: Sequence[MeasuredRun]) -> dict[tuple[str, ...], list[MeasuredRun]]:
     """Runs of one label by the settings in which they differ, as `key=value`."""
-    keys = differing_settings(runs)
+    keys = find_differing_settings(runs)
     groups: dict[tuple[str, ...], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         settings = tuple(f"{key}={run.show_setting(key)}" for key in keys)
@@ -300,7 +300,7 @@ def describe_size(runs: Sequence[MeasuredRun]) -> str:
     return f"{len(runs)} ({count_noun(num_seeds, 'seed')}{separator}{count_noun(num_orders, 'order')})"
 
 
-def differing_settings(runs: Sequence[MeasuredRun]) -> list[str]:
+def find_differing_settings(runs: Sequence[MeasuredRun]) -> list[str]:
     """The settings that decide a result and differ between runs, except the seed and what follows from it."""
     runs_with_config = [run for run in runs if run.settings]
     seeds = [str(run.scores.run["seed"]) for run in runs_with_config]

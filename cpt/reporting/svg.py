@@ -180,12 +180,12 @@ def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
         front = figure.fronts.get(element.get("id", ""))
         if front is not None:
             element.set("data-front", describe_front(figure, front))
-        element.tag = without_namespace(element.tag)
+        element.tag = remove_namespace(element.tag)
         if element.tag == "image":
             shrink_image(element)
         attributes = {}
         for qualified_name, value in element.attrib.items():
-            name = without_namespace(qualified_name)
+            name = remove_namespace(qualified_name)
             attributes[name] = adapt_value(name, value, prefix)
         element.attrib = attributes
 
@@ -220,7 +220,7 @@ def shrink_image(element: ElementTree.Element) -> None:
         element.set(name, IMAGE_PREFIX + base64.b64encode(buffer.getvalue()).decode())
 
 
-def without_namespace(name: str) -> str:
+def remove_namespace(name: str) -> str:
     """The name as HTML has it: inside a page, SVG needs no namespaces."""
     return name.rpartition("}")[2]
 

@@ -30,7 +30,7 @@ from cpt.reporting.frames import find_matrices
 from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.measures import BRIEF_KEYS, MEASURES, ComparedMeasure
 from cpt.reporting.page import LEGENDS
-from cpt.reporting.sections import RunGroup, RunSection, differing_settings, name_orders
+from cpt.reporting.sections import RunGroup, RunSection, find_differing_settings, name_orders
 
 BY_ORDER = {"answers/AP": "AP", "endtask/MF1": "MF1", "LC/perplexity": "LC"}
 OVER_TASKS = ("endtask/MF1", "endtask/Acc", "endtask/forget_rate")
@@ -128,11 +128,11 @@ def measure_endtasks(section: RunSection) -> DataFrame:
         tasks |= dict.fromkeys(run.scores.endtasks.get("metric", {}))
     if not tasks:
         return DataFrame()
-    measures = [task_measure(f"{TASK_PREFIX}{task}") for task in tasks]
+    measures = [make_task_measure(f"{TASK_PREFIX}{task}") for task in tasks]
     return measure_groups(section, [*measures, *(MEASURES_BY_KEY[key] for key in OVER_TASKS)])
 
 
-def task_measure(key: str) -> ComparedMeasure:
+def make_task_measure(key: str) -> ComparedMeasure:
     """An end task in its own metric."""
     return ComparedMeasure(key, key.removeprefix(TASK_PREFIX), format_percent, higher_is_better=True)
 
@@ -180,7 +180,7 @@ def collect_cells(runs: Sequence[MeasuredRun]) -> dict[tuple[str, str, str], lis
 def list_settings(section: RunSection) -> DataFrame:
     """A row for each group and option in which runs differ, as the group's first run has it."""
     rows = []
-    settings = [key for key in differing_settings(section.runs) if key.split(".")[-1] not in NO_OPTIONS]
+    settings = [key for key in find_differing_settings(section.runs) if key.split(".")[-1] not in NO_OPTIONS]
     for group in section.groups:
         for setting in settings:
             value = group.runs[0].settings.get(setting)
@@ -225,7 +225,7 @@ def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
     table = DataFrame({"method": map(escape, groups)}, index=list(groups))
     for name, column_frame in frame.groupby(by, sort=False):
         key = column_frame["measure"].iloc[0]
-        measure = MEASURES_BY_KEY.get(key) or task_measure(key)
+        measure = MEASURES_BY_KEY.get(key) or make_task_measure(key)
         best = find_best_mean(section, column_frame, measure)
 
         column = dict.fromkeys(groups, "--")

@@ -22,12 +22,12 @@ from cpt.reporting.compare import format_spread
 from cpt.reporting.contrasts import measure_spreads
 from cpt.reporting.drawing import (
     Picture,
+    choose_series_style,
     escape_label,
     label_logarithm,
     list_descriptions,
     make_figure,
     make_png,
-    series_style,
 )
 from cpt.reporting.findings import describe_fairness
 from cpt.reporting.formats import (
@@ -361,7 +361,7 @@ def draw_search(axes: Axes, method: TunedMethod, key: str, *, best: Trial | None
     positions = place_values(axes, method, key)
     scores = np.array([trial.score for trial in method.finished])
     by_position = np.argsort(positions, kind="stable")
-    style = series_style(0)
+    style = choose_series_style(0)
     axes.plot(
         positions[by_position],
         scores[by_position],

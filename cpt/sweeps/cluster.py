@@ -21,7 +21,7 @@ import psutil
 
 from cpt.core.messages import count_noun
 from cpt.core.preemption import GO_ON
-from cpt.sweeps.cluster_task import ANSWER_TIMEOUT_S, JobEnd, job_state
+from cpt.sweeps.cluster_task import ANSWER_TIMEOUT_S, JobEnd, read_job_state
 from cpt.sweeps.jobs import CONTINUES, Job, is_finished_already
 from cpt.sweeps.progress import JobProgress
 
@@ -117,7 +117,7 @@ class SlurmQueue:
         command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job}"]
         states = (run_command(command) or "").split()  # "CANCELLED by 0"
         is_final = bool(states) and states[0] not in UNENDED  # accounting may lag
-        return states[0] if is_final else job_state(job)
+        return states[0] if is_final else read_job_state(job)
 
     def cancel_command(self, jobs: Sequence[str]) -> str:
         arrays = dict.fromkeys(job.partition("_")[0] for job in jobs)
@@ -190,7 +190,7 @@ class ClusterJob:
         try:
             end = task.result()
         except UncompletedJobError as error:  # the task raised
-            self.note_end_without_code("lost", last_line(find_traceback(str(error))))
+            self.note_end_without_code("lost", find_last_line(find_traceback(str(error))))
             return True
         except Exception as error:  # pickle raises many classes for a file that is damaged or incomplete
             return self.note_unreadable(path, error)
@@ -226,7 +226,7 @@ class ClusterJob:
         ending, words = ENDINGS.get(state, ("lost", f"ended as {state} without a result"))
         log_file = self.handle.task(0).paths.stderr
         if ending == "lost" and log_file.exists():
-            words = f"{words}: {last_line(log_file.read_text(errors='replace'))} ({log_file})"
+            words = f"{words}: {find_last_line(log_file.read_text(errors='replace'))} ({log_file})"
         self.note_end_without_code(ending, f"job {self.number} {words}")
 
     def note_end_without_code(self, ending: str, reason: str) -> None:
@@ -275,7 +275,7 @@ def find_traceback(message: str) -> str:
     return sections[1] if len(sections) > 1 else message
 
 
-def last_line(text: str) -> str:
+def find_last_line(text: str) -> str:
     """The last line with text: the message of a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
     return lines[-1] if lines else "(no message)"

@@ -72,7 +72,7 @@ class ClusterTask:
 
         The state is asked first: to requeue a cancelled job would bring it back to life."""
         job = os.environ["SLURM_JOB_ID"]
-        state = job_state(job)
+        state = read_job_state(job)
         if state == "CANCELLED":
             return replace(end, stopped="cancelled")
         # Only the first process requeues the job. Another one that still finds it running returns its end.
@@ -94,7 +94,7 @@ def was_interrupted(code: int) -> bool:
     return code == GO_ON or code < 0 or code > 128
 
 
-def job_state(job: str) -> str:
+def read_job_state(job: str) -> str:
     """The state of a job by `scontrol show job`, like RUNNING; empty if SLURM does not know it or is
     silent."""
     return parse_job(show_job(job)).get("JobState", "")

@@ -30,7 +30,7 @@ from yaml import YAMLError
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.messages import count_noun
-from cpt.core.naming import RunIdentity, as_written, distinguish_runs, quote
+from cpt.core.naming import RunIdentity, distinguish_runs, list_typed_overrides, quote
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import JOB, PARENT, count_cores
 from cpt.core.resolved import resolve_job
@@ -293,7 +293,7 @@ def separate_folders(jobs: Sequence[Job]) -> None:
         identities = []
         for job in sharing:
             hydra = job.config.hydra
-            overrides = as_written(hydra.overrides.task)
+            overrides = list_typed_overrides(hydra.overrides.task)
             method = str(hydra.runtime.choices.method)
             identities.append(RunIdentity(overrides, method, job.config.order, job.config.seed))
         if any(identity.name() != folder.name for identity in identities):
@@ -307,7 +307,7 @@ def separate_folders(jobs: Sequence[Job]) -> None:
             job.rename_folder(name)
 
 
-def job_command(config: DictConfig) -> list[str]:
+def format_sweep_command(config: DictConfig) -> list[str]:
     """The command line of this sweep without the sweep: program, flags, overrides of Hydra's own keys."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", spec.name] if spec else [os.path.abspath(sys.argv[0])]
@@ -344,7 +344,7 @@ def summarize_jobs(jobs: Sequence[Job]) -> list[str]:
     return lines
 
 
-def visible_gpus() -> list[str]:
+def list_visible_gpus() -> list[str]:
     """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them; importing torch would take seconds."""
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None:
@@ -365,7 +365,7 @@ def divide_machine(
     waiting: how many of the configs are still to run (default: all). The number of threads does not depend
     on it: with another the last bits differ."""
     on_cpu = all(OmegaConf.select(cfg, "trainer.accelerator") == "cpu" for cfg in configs)
-    gpus = [] if on_cpu else visible_gpus()
+    gpus = [] if on_cpu else list_visible_gpus()
 
     # A job is given as many devices, which are processes, as the largest needs.
     devices_per_job = 1

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
-from cpt.core.errors import readable_errors, unknown_choice
+from cpt.core.errors import describe_unknown_choice, readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
@@ -41,7 +41,7 @@ from cpt.core.resolved import JOB_NUMBER, RUN_FOLDER
 from cpt.core.run_command import format_install_command
 from cpt.core.schema import Count, Natural, NonNegative, check_value
 from cpt.core.secrets import redact_file
-from cpt.core.slurm import without_task
+from cpt.core.slurm import remove_task_variables
 from cpt.sweeps.cluster import (
     ClusterJob,
     Collector,
@@ -50,9 +50,9 @@ from cpt.sweeps.cluster import (
     SlurmQueue,
     Submission,
     SubmissionLog,
+    find_last_line,
     find_queued,
     format_jobs,
-    last_line,
     outside_allocation,
 )
 from cpt.sweeps.cluster_task import ClusterTask
@@ -62,8 +62,8 @@ from cpt.sweeps.jobs import (
     Job,
     compose_jobs,
     divide_machine,
+    format_sweep_command,
     is_finished_already,
-    job_command,
     start_process,
     summarize_jobs,
 )
@@ -142,7 +142,7 @@ def check_choices(lines: Sequence[str], hydra_context: HydraContext) -> None:
             for choice in choices:
                 name = str(getattr(choice, "text", choice))
                 if name not in options:
-                    raise ValueError(unknown_choice(group, name, options))
+                    raise ValueError(describe_unknown_choice(group, name, options))
 
 
 def end_if_incomplete(jobs: Sequence[Job]) -> None:
@@ -181,7 +181,7 @@ class ProcessLauncher(JobLauncher):
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         configs = [job.config for job in jobs]
         environments = divide_machine(configs, jobs=self.jobs, threads=self.threads, waiting=len(waiting))
-        command = job_command(self.config)
+        command = format_sweep_command(self.config)
         run_all(waiting, command=command, environments=environments, grace=self.grace)
 
 
@@ -272,14 +272,14 @@ class SubmititLauncher(JobLauncher):
         array: raises ValueError if it `is_first`, the sweep's first, which shows that the options are wrong;
         else marks the jobs as refused and returns none."""
         folder = Path.cwd()
-        command = job_command(self.config)
+        command = format_sweep_command(self.config)
         saving_s = max(1.0, self.signal_delay_s - SAVED_BEFORE_LIMIT_S)
         tasks = [ClusterTask((*command, *job.arguments), folder, job.console, saving_s) for job in jobs]
         try:
             with outside_allocation():
                 handles = self.make_executor().submit_array(tasks)
         except (RuntimeError, OSError) as error:  # of submitit: sbatch's own words
-            reason = last_line(str(error))
+            reason = find_last_line(str(error))
             if is_first:
                 if any(words in reason for words in NO_CONTROLLER):
                     raise InvalidOptionError(
@@ -389,7 +389,7 @@ class ClusterLauncher(JobLauncher):
         with read_write(config.hydra), open_dict(config):
             config.hydra.sweep.dir = f"{self.config.hydra.sweep.dir}/.jobs"
             config.hydra.output_subdir = None
-        task = partial(run_job, job_command(self.config), Path.cwd())
+        task = partial(run_job, format_sweep_command(self.config), Path.cwd())
         self.inner.setup(hydra_context=self.context, task_function=task, config=config)
 
         try:
@@ -469,7 +469,9 @@ def run_all(
                     job = waiting.popleft()
                     environment = free.pop(0)
                     ordinal = f"{len(jobs) - len(waiting)} of {len(jobs)}"
-                    job.start(command, env={**without_task(os.environ), **environment}, ordinal=ordinal)
+                    job.start(
+                        command, env={**remove_task_variables(os.environ), **environment}, ordinal=ordinal
+                    )
                     running[job] = environment
                     progress.note_line()
 

@@ -223,9 +223,9 @@ class OptunaSweeper(Sweeper):
 
         num_trials = self.n_trials or math.inf
         if self.sampler == "grid":
-            points = list(itertools.product(*map(grid_values, space.values())))
+            points = list(itertools.product(*map(list_grid_values, space.values())))
             num_trials = min(num_trials, len(points))
-            stored_values = [values_of(trial) for trial in study.trials]
+            stored_values = [read_trial_values(trial) for trial in study.trials]
             for point in points:
                 params = dict(zip(space, point, strict=True))
                 if params not in stored_values:
@@ -238,14 +238,15 @@ class OptunaSweeper(Sweeper):
         states = self.optuna.trial.TrialState
         # A search that was killed while Optuna drew a trial's values, one by one, leaves in the journal a
         # trial under way that lacks some of them. It never had a run, and is ended as failed. Below it is
-        # enqueued again only if it had been enqueued, since all of its values are stored then (`values_of`).
+        # enqueued again only if it had been enqueued, since all of its values are stored then
+        # (`read_trial_values`).
         for trial in study.get_trials(states=[states.RUNNING]):
             if trial.params.keys() != space.keys():
                 study.tell(trial.number, state=states.FAIL)
 
-        other_values = [values_of(trial) for trial in study.trials if trial.state != states.FAIL]
+        other_values = [read_trial_values(trial) for trial in study.trials if trial.state != states.FAIL]
         for trial in study.get_trials(states=[states.FAIL]):
-            values = values_of(trial)
+            values = read_trial_values(trial)
             if values.keys() == space.keys() and values not in other_values:
                 study.enqueue_trial(values)
                 other_values.append(values)
@@ -355,14 +356,14 @@ class OptunaSweeper(Sweeper):
         numbers unless a grid is asked for. Raises ValueError for bounds that Optuna does not take."""
         kinds = self.optuna.distributions
         if self.sampler == "grid" or override.is_choice_sweep():
-            return kinds.CategoricalDistribution(grid_values(override))
+            return kinds.CategoricalDistribution(list_grid_values(override))
 
         sweep: Any = override.value()
         logarithmic = "log" in sweep.tags
         step: int | float | None
         if isinstance(sweep, RangeSweep):
             # Rounded, so that 0.1 + 0.2 is 0.3.
-            points = sorted(float(f"{float(value):.12g}") for value in grid_values(override))
+            points = sorted(float(f"{float(value):.12g}") for value in list_grid_values(override))
             low = points[0]
             high = points[-1]
             step = abs(sweep.step)
@@ -429,7 +430,7 @@ def cut_incomplete_record(path: Path) -> None:
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
-def grid_values(override: Override) -> list[str]:
+def list_grid_values(override: Override) -> list[str]:
     """The values of a choice or a range, as an override gives them. Raises ValueError for any other sweep."""
     if override.is_interval_sweep():
         raise ValueError(f"{override.input_line} is invalid with sampler=grid. Allowed: choices and ranges")
@@ -450,7 +451,7 @@ def format_trial(trial: optuna.trial.FrozenTrial) -> str:
     return f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
 
 
-def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+def read_trial_values(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     """A trial's values by key: those with which it was enqueued, which Optuna stores before it begins, else
     those that were drawn so far."""
     return trial.system_attrs.get("fixed_params") or trial.params

@@ -27,7 +27,7 @@ from cpt.core.naming import UNSAFE, quote
 from cpt.core.schema import Number, fits
 from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
 from cpt.sweeps.jobs import read_scores
-from cpt.sweeps.optuna import FOLDERS, OptunaSweeper, end_if_preempted, grid_values, to_overrides
+from cpt.sweeps.optuna import FOLDERS, OptunaSweeper, end_if_preempted, list_grid_values, to_overrides
 
 if TYPE_CHECKING:
     import optuna
@@ -180,7 +180,7 @@ class TuneSweeper(OptunaSweeper):
 
             lines_swept = []
             if not override.is_interval_sweep():
-                lines_swept = [f"{key}={value}" for value in grid_values(override)]
+                lines_swept = [f"{key}={value}" for value in list_grid_values(override)]
             if key in ("seed", "order"):
                 final_lines.append(lines_swept)
             elif self.loader.get_group_options(key.lstrip("+").partition("@")[0]):
@@ -188,7 +188,7 @@ class TuneSweeper(OptunaSweeper):
             elif len(lines_swept) == 1:
                 fixed.append(lines_swept[0])
             else:
-                searched[without_search(key)] = override
+                searched[remove_search_prefix(key)] = override
 
         candidates = []
         for choices in itertools.product(*groups):
@@ -308,7 +308,7 @@ def check_endtasks(cfg: DictConfig) -> None:
         )
 
 
-def without_search(key: str) -> str:
+def remove_search_prefix(key: str) -> str:
     """`method.strength` of `method.search.strength`; other keys as they are."""
     return ".".join(part for part in key.split(".") if part != SEARCH)
 
@@ -317,7 +317,7 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
     """What the choices of a config name under `search`, by key. Raises ValueError for another form."""
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     sections = {name: section for name, section in tree.items() if name != "hydra"}
-    values = {key: value for key, value in flatten(sections) if without_search(key) != key}
+    values = {key: value for key, value in flatten(sections) if remove_search_prefix(key) != key}
 
     # A space for one name, or null for none, goes before the space for any name.
     keys_of_any = [key for key in values if ANY in key.split(".")]
@@ -330,7 +330,7 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
     for key, value in values.items():
         if value is None:
             continue
-        searched_key = without_search(key)
+        searched_key = remove_search_prefix(key)
         sweep = parse_sweep(key, value)
         (override,) = OverridesParser.create().parse_overrides([f"{searched_key}={sweep}"])
         if not override.is_sweep_override():
@@ -344,7 +344,7 @@ def name_any(key: str, tree: Mapping[str, Any]) -> Iterator[str]:
     `replay.search.sources.NAME.ratio` of each source that has a ratio in `tree`, the config."""
     before, _, option = key.partition(f".{ANY}.")
     entries: Any = tree
-    for part in without_search(before).split("."):
+    for part in remove_search_prefix(before).split("."):
         entries = entries.get(part) if isinstance(entries, Mapping) else None
     if not isinstance(entries, Mapping):
         return
@@ -382,7 +382,7 @@ def find_defaults(
             continue
 
         equal_texts = []
-        for text in grid_values(override):
+        for text in list_grid_values(override):
             if text == format_value(default) or is_same(text, default):
                 equal_texts.append(text)
         if not equal_texts:

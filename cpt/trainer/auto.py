@@ -53,7 +53,7 @@ class Machine:
         }
 
 
-def mixed_precision(
+def make_autocast(
     precision: Precision, device_type: str, *, cache_enabled: bool = True
 ) -> AbstractContextManager[Any]:
     """Autocast as Lightning's precision has it; nothing for a precision that is not mixed."""
@@ -119,7 +119,7 @@ def choose_precision(
     is bf16-mixed on a GPU that supports it, else 32-true."""
     precision = options.precision
     if precision == "auto":
-        precision = stored_precision or fastest_precision(device)
+        precision = stored_precision or choose_fastest_precision(device)
         hint = ""
         if stored_precision is None and precision == "32-true" and is_bf16_faster(device, config):
             hint = "; bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
@@ -138,7 +138,7 @@ def choose_precision(
     return precision
 
 
-def fastest_precision(device: torch.device) -> Precision:
+def choose_fastest_precision(device: torch.device) -> Precision:
     if device.type == "cuda" and torch.cuda.is_bf16_supported():
         return "bf16-mixed"
     return "32-true"

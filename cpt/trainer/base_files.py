@@ -19,7 +19,7 @@ from cpt.core.messages import count_noun
 from cpt.core.tokenizer_files import TOKENIZER_FILES
 from cpt.models.loading import load_tokenizer
 from cpt.models.tokenizer_faults import VERBATIM
-from cpt.trainer.run_dir import checkpoint_files
+from cpt.trainer.run_dir import list_checkpoint_files
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ ODD_TEXTS = (
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Path) -> None:
     """Writes a tokenizer into a folder: the files of the `base` (a folder, or a name on the Hub) if they give
     the same tokenizer, else what transformers saves. Raises ValueError where loading gives other ids."""
-    source = source_folder(base)
+    source = find_source_folder(base)
     remove_files(tokenizer, folder)
     if source is not None and source.resolve() != folder.resolve():
-        for path in tokenizer_files(tokenizer, source):
+        for path in list_tokenizer_files(tokenizer, source):
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
@@ -101,23 +101,23 @@ def write_model_type(folder: Path, model_type: str) -> None:
 
 def copy_generation_config(*, base: str, folder: Path) -> None:
     """Replaces the generation_config.json of transformers by that of the base, if it has one."""
-    source = source_folder(base)
+    source = find_source_folder(base)
     if source is not None and (source / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(source / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)
 
 
-def source_folder(base: str) -> Path | None:
+def find_source_folder(base: str) -> Path | None:
     """The folder with the files of a checkpoint: itself, or that of the Hub's cache. None for a model that is
     not of a checkpoint."""
     if not base:
         return None
     if Path(base).is_dir():
         return Path(base)
-    files = checkpoint_files(base)
+    files = list_checkpoint_files(base)
     return files["config.json"].parent if "config.json" in files else None
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[Path]:
+def list_tokenizer_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[Path]:
     """The files of a tokenizer in a folder, each once."""
     paths: set[Path] = set()
     for pattern in [*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()]:
@@ -126,7 +126,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterato
 
 
 def remove_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    for path in tokenizer_files(tokenizer, folder):
+    for path in list_tokenizer_files(tokenizer, folder):
         path.unlink()
 
 

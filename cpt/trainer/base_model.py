@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.core.files import file_hash
+from cpt.core.files import hash_file
 from cpt.core.messages import count_noun
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_distributed
@@ -29,7 +29,7 @@ from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.data.text_format import TextFormat, make_text_format
-from cpt.data.tokenizer_hash import tokenizer_digest
+from cpt.data.tokenizer_hash import hash_tokenizer
 from cpt.methods.base import MethodContext
 from cpt.methods.ncl import NCL
 from cpt.models import loading
@@ -49,8 +49,8 @@ from cpt.models.units import find_blocks
 from cpt.models.vocabulary import (
     count_entries,
     extend_rows,
+    find_vocabulary_tables,
     fit_rows,
-    vocabulary_tables,
     warn_of_stale_rows,
 )
 from cpt.optim.nan_guard import NanGuard
@@ -58,7 +58,7 @@ from cpt.optim.schedulers import Linear
 from cpt.trainer.base_files import load_of_model_type, save_tokenizer
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.preemption import Preemption
-from cpt.trainer.run_dir import checkpoint_files
+from cpt.trainer.run_dir import list_checkpoint_files
 from cpt.trainer.step_checkpoint import StepCheckpoint
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Base:
         """Sets the rows of tokens that the weights of the checkpoint do not have: tokens of its own tokenizer
         with model.resize=true, and those that model.tokenizer adds."""
         if self.resize or self.own_tokenizer is not None:
-            widen(model, vocabulary_tables(model))  # means over rows are rounded to 32 bits
+            widen(model, find_vocabulary_tables(model))  # means over rows are rounded to 32 bits
         if self.resize:
             fit_rows(model, self.own_tokenizer or self.tokenizer, checkpoint=self.checkpoint)
         if self.own_tokenizer is not None:
@@ -253,10 +253,10 @@ def adapt_checkpoint(
     config = loading.load_config(checkpoint)
     contents: Any = getattr(config, "_commit_hash", None)
     if not contents:
-        contents = {name: file_hash(path) for name, path in checkpoint_files(checkpoint).items()}
+        contents = {name: hash_file(path) for name, path in list_checkpoint_files(checkpoint).items()}
     settings: dict[str, Any] = {"num_hidden_layers": options.num_hidden_layers, "resize": base.resize}
     if base.own_tokenizer is not None:
-        settings["tokenizer"] = tokenizer_digest(base.tokenizer)
+        settings["tokenizer"] = hash_tokenizer(base.tokenizer)
     if base.rope is not None:
         settings["rope"] = base.rope
     if head_steps:

@@ -33,14 +33,14 @@ from cpt.models.token_weights import TokenWeights
 from cpt.models.trial import try_model, try_shards
 from cpt.models.units import find_blocks
 from cpt.models.varlen_attention import uses_flash_attention
-from cpt.models.vocabulary import vocabulary_tables
+from cpt.models.vocabulary import find_vocabulary_tables
 from cpt.models.weights import Snapshot
 from cpt.optim.rounding import TO_NEAREST, StochasticRounding
 from cpt.optim.schedulers import Progress
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
-from cpt.trainer.costs import original_name
+from cpt.trainer.costs import restore_original_name
 from cpt.trainer.options import FP16_MIXED, Precision
 from cpt.trainer.plan import Plan
 from cpt.trainer.reference_model import add_reference, make_reference
@@ -160,7 +160,7 @@ def find_loaded_names(plan: Plan, base: Base, model: PreTrainedModel) -> set[str
     tokens, nor the head of a checkpoint that may have none."""
     computed: list[Tensor] = []
     if base.resize or base.own_tokenizer is not None:
-        computed.extend(vocabulary_tables(model))
+        computed.extend(find_vocabulary_tables(model))
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     pretraining = plan.model.pretraining
     if plan.model.name_or_path is not None and pretraining is not None and pretraining.head_steps == 0:
@@ -174,7 +174,7 @@ def find_names_left_to_base(method: ContinualMethod, loaded_names: Collection[st
     constant_ids = {id(parameter) for parameter in method.constant_weights}
     names = set()
     for name, parameter in method.named_parameters(remove_duplicate=False):
-        is_loaded = original_name(name).removeprefix("model.") in loaded_names
+        is_loaded = restore_original_name(name).removeprefix("model.") in loaded_names
         if is_loaded and id(parameter) in constant_ids:
             names.add(name)
     return frozenset(names)

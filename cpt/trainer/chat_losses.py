@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.data.packing import padding_id
+from cpt.data.packing import find_padding_id
 from cpt.evaluation.chat_encoding import EncodedChat, choose_chat_length, encode_held_out_chats
 from cpt.evaluation.metrics import Array
 from cpt.evaluation.options import ChatOptions
@@ -64,7 +64,7 @@ def measure_row_losses(
     ):
         score_chats(
             moved_model,
-            CausalAnswers(Causal(), pad=padding_id(tokenizer)),
+            CausalAnswers(Causal(), pad=find_padding_id(tokenizer)),
             rows_by_chat,
             nats,
             batch_size=batch_size,

@@ -10,7 +10,7 @@ from torch import Tensor
 from cpt.core.distributed import gather_objects
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.randomness import key, permute
-from cpt.evaluation.chat_answers import mean_losses
+from cpt.evaluation.chat_answers import compute_mean_losses
 from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES
 from cpt.evaluation.monitor import BASE_ANSWERS, CHAT
 from cpt.methods.base import ContinualMethod
@@ -57,7 +57,7 @@ class ChatMonitor:
             for process_nats in gather_objects(local_nats):
                 nats.update(process_nats)
 
-            means = torch.from_numpy(mean_losses(stack_losses(nats, rows_by_chat)))
+            means = torch.from_numpy(compute_mean_losses(stack_losses(nats, rows_by_chat)))
             losses[name] = torch.stack([means, torch.ones_like(means)])
         return losses
 

@@ -25,14 +25,14 @@ from cpt.models import loading
 from cpt.models.extended_tokenizer import check_fit
 from cpt.models.quantization import MXFP4, OF_BITSANDBYTES, describe_stored, drop_quantization
 from cpt.models.stored_weights import (
-    as_in_full,
     check_report,
     compare_weights,
     find_weight_files,
     has_other_head,
+    list_weight_names,
     log_unused,
     read_stored_weights,
-    weight_names,
+    restore_plain_shapes,
 )
 from cpt.models.tokenizer_faults import tokenizer_error
 from cpt.models.vocabulary import check_entries, log_extension
@@ -135,7 +135,7 @@ def read_tokenizer(
 def check_weight_files(folder: Path, config: PretrainedConfig) -> None:
     """Raises ValueError for a folder without weights that transformers loads, or with damaged files of them.
     What it would not load does not matter: a download of one format leaves parts of others."""
-    names = weight_names(config)
+    names = list_weight_names(config)
     present_names = [name for name in names if (folder / name).is_file()]
     if not present_names:
         raise InvalidOptionError(
@@ -338,7 +338,7 @@ def check_stored_weights(
     stored_weights = read_stored_weights(files)
     model = build_skeleton(config, objective, source=f"model.name_or_path={name_or_path}")
     if describe_stored(config):
-        stored_weights = as_in_full(stored_weights, model)
+        stored_weights = restore_plain_shapes(stored_weights, model)
 
     report = compare_weights(type(model), drop_quantization(config), stored_weights, checkpoint=name_or_path)
     head_names = loading.find_head_parameters(model)

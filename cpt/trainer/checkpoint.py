@@ -29,8 +29,8 @@ from cpt.trainer.linked_weights import fill_linked
 from cpt.trainer.state_folders import (
     SHARDS,
     check_folders,
+    find_newest_number,
     find_state_folder,
-    newest_number,
     remove_folders,
     without_warnings,
 )
@@ -80,7 +80,7 @@ def restore_stage(module: nn.Module, path: Path, *, stores_on_disk: bool) -> Non
     state = fill_linked(load_tensors(path), path)
 
     def find_layout(key_path: KeyPath, shape: torch.Size) -> Tensor | None:
-        return layout_of(module, key_path[0], shape)
+        return find_layout_parameter(module, key_path[0], shape)
 
     try:
         if stores_on_disk and SHARDS not in state:
@@ -113,7 +113,7 @@ def map_stored(module: nn.Module, path: Path) -> None:
         store.map_to(tensors)
 
 
-def layout_of(module: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
+def find_layout_parameter(module: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
     """The parameter that a tensor of a module's state is, or is kept of, if it has its shape."""
     owner_name, _, tensor_name = name.rpartition(".")
     try:
@@ -159,7 +159,7 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
     whole_state = sharded.take_from(dict(state))
     folder = None
     if sharded.tensors:
-        folder = find_state_folder(path, all_reduce_max(1 + newest_number(path)), SHARDS)
+        folder = find_state_folder(path, all_reduce_max(1 + find_newest_number(path)), SHARDS)
         sums = write_shards(sharded.tensors, folder)
         whole_state[SHARDS] = {"folder": folder.name, "sums": sums, "places": sharded.key_paths}
     if is_first_process():

@@ -85,7 +85,7 @@ class OperationCounter(TorchDispatchMode):
         return output
 
 
-def original_names(model: PreTrainedModel) -> set[str]:
+def find_original_names(model: PreTrainedModel) -> set[str]:
     """The names of the parameters and buffers that a model has without adapters and whatever else a method
     has attached to it: those of a new model of its configuration."""
     new_model = make_skeleton(model)
@@ -94,30 +94,30 @@ def original_names(model: PreTrainedModel) -> set[str]:
     return names
 
 
-def original_name(name: str) -> str:
+def restore_original_name(name: str) -> str:
     """The name that a parameter had before peft moved the weight of its layer into a `base_layer`."""
     return name.replace(".base_layer", "")
 
 
-def added_state_bytes(module: ContinualMethod, state: Mapping[str, Tensor]) -> int:
+def count_added_state_bytes(module: ContinualMethod, state: Mapping[str, Tensor]) -> int:
     """Bytes of the state that a method adds to its model: those of `state`, its state dict, and of its other
     buffers, without the original weights of the model."""
-    return stored_bytes(dict(module.named_buffers()) | dict(state), original_names(module.model))
+    return count_stored_bytes(dict(module.named_buffers()) | dict(state), find_original_names(module.model))
 
 
-def stored_bytes(state: Mapping[str, Tensor], model_names: set[str]) -> int:
+def count_stored_bytes(state: Mapping[str, Tensor], model_names: set[str]) -> int:
     """Bytes of a method's tensors beyond the weights of its model, whose names in the model are
     `model_names`. A tensor with two names counts once."""
     names_in_method = {f"model.{name}" for name in model_names}
     sizes: dict[int, int] = {}  # by address
     for name, tensor in state.items():
-        if original_name(name) in names_in_method:
+        if restore_original_name(name) in names_in_method:
             continue
-        sizes[address_of(tensor)] = tensor.nbytes
+        sizes[find_address(tensor)] = tensor.nbytes
     return sum(sizes.values())
 
 
-def address_of(tensor: Tensor) -> int:
+def find_address(tensor: Tensor) -> int:
     """Where a tensor lies in memory; of a sharded one its local rows."""
     if is_sharded(tensor):
         return to_local(tensor).untyped_storage()._cdata
@@ -126,16 +126,16 @@ def address_of(tensor: Tensor) -> int:
 
 def count_weights(model: PreTrainedModel) -> int:
     """The numbers in a model without what a method has attached to it."""
-    names = original_names(model)
+    names = find_original_names(model)
     num_quantized = count_stored(model)
     count = 0
     for name, parameter in model.named_parameters():
-        if original_name(name) in names:
+        if restore_original_name(name) in names:
             count += num_quantized.get(id(parameter), parameter.numel())
     return count
 
 
-def trained_parameters(module: nn.Module) -> int:
+def count_trained_parameters(module: nn.Module) -> int:
     """The number of values that the optimizer updates."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 

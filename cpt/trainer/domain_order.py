@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.core.cache import artifact_damage, make_once
+from cpt.core.cache import find_artifact_damage, make_once
 from cpt.core.config import digest
 from cpt.core.messages import count_noun
 from cpt.core.randomness import key, permute
 from cpt.data import orders
-from cpt.data.sources.base import EXAMPLES, GENERAL, Source, stamp_of
+from cpt.data.sources.base import EXAMPLES, GENERAL, Source, make_stamp
 from cpt.data.sources.examples import read_example
 from cpt.trainer.plan import Plan
 
@@ -52,8 +52,8 @@ def load_cached_order(plan: Plan) -> Plan | None:
     """The plan with its domains in order; None if that takes reading the texts."""
     if not plan.is_ordered_by_texts:
         return plan
-    folder = similarity_folder(plan)
-    if artifact_damage(folder):  # make_once makes it again
+    folder = choose_similarity_folder(plan)
+    if find_artifact_damage(folder):  # make_once makes it again
         return None
     values = json.loads((folder / "similarity.json").read_text(encoding="utf-8"))
     similarity = orders.Similarity.load(values)
@@ -66,14 +66,14 @@ def make_similarity(plan: Plan) -> None:
 
     check_model.check_model(plan)  # before hours of reading
     make_once(
-        similarity_folder(plan),
+        choose_similarity_folder(plan),
         make=lambda folder: write_similarity(folder, plan.source, build.read_corpora(plan)),
     )
 
 
-def similarity_folder(plan: Plan) -> Path:
+def choose_similarity_folder(plan: Plan) -> Path:
     """The cache entry: a hash of the names, sizes and times of the texts."""
-    stamps = {name: stamp_of(plan.source, name) for name in (*sorted(plan.order), GENERAL)}
+    stamps = {name: make_stamp(plan.source, name) for name in (*sorted(plan.order), GENERAL)}
     contents = [CACHE_FORMAT, stamps, plan.source.embedding_samples]
     return Path(plan.run.cache_dir) / "similarity" / digest(contents)
 

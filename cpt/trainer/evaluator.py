@@ -21,7 +21,7 @@ from cpt.core.distributed import (
     wait_for_all,
 )
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
@@ -164,7 +164,7 @@ def count_units(
 ) -> Iterator[tuple[tqdm, Callable[..., None]]]:
     """A progress bar, and a function that the caller calls after some units of work with their number: it
     advances the bar, and raises Preempted if any process has had a signal."""
-    with progress_bar(label, total=total, hidden=hidden, unit=unit, delay=DELAY) as progress:
+    with make_progress_bar(label, total=total, hidden=hidden, unit=unit, delay=DELAY) as progress:
 
         def on_units_done(count: int = 1) -> None:
             progress.update(count)

@@ -16,7 +16,7 @@ from cpt.core.processes import is_first_process
 from cpt.data.corpora import Corpora
 from cpt.data.corpus import hash_bytes
 from cpt.data.datamodule import DomainSequence
-from cpt.data.packing import padding_id
+from cpt.data.packing import find_padding_id
 from cpt.data.tokenized_tasks import TaskPrompt, read_examples
 from cpt.evaluation import task_metrics
 from cpt.evaluation.chat_encoding import (
@@ -157,7 +157,7 @@ def make_chat_evaluator(
     return ChatEvaluator(
         options,
         chats,
-        CausalAnswers(Causal(), pad=padding_id(base.tokenizer)),
+        CausalAnswers(Causal(), pad=find_padding_id(base.tokenizer)),
         ends,
         digest(dependencies),
         base.tokenizer,

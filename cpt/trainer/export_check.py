@@ -25,7 +25,7 @@ from cpt.data.sampler import EvalSubset
 from cpt.methods.base import ContinualMethod
 from cpt.models.block_attention import MASKABLE
 from cpt.models.forward import set_mode
-from cpt.trainer.auto import mixed_precision
+from cpt.trainer.auto import make_autocast
 from cpt.trainer.export_dtype import name_dtype
 from cpt.trainer.options import Precision
 
@@ -87,7 +87,7 @@ def draw_sample(
     with set_mode(module, training=False), computable_anywhere(module.model):
         held_out = score_batch(module, held_out_batch, domain)
         spread = score_batch(module, spread_batch, domain)
-        with mixed_precision(precision, module.model.device.type):
+        with make_autocast(precision, module.model.device.type):
             in_run_precision = score_batch(module, held_out_batch, domain).expected
     return HeldOutSample(text=text, held_out=held_out, in_run_precision=in_run_precision, spread=spread)
 
@@ -200,7 +200,9 @@ def check_export(
     # Those in memory against the last row, in its precision: on unusual text 16 bits can be far from 32.
     if recorded is not None:
         documents = sample.held_out.batch["documents"]
-        document_losses, recorded_losses = whole_documents(documents, sample.in_run_precision, recorded)
+        document_losses, recorded_losses = select_whole_documents(
+            documents, sample.in_run_precision, recorded
+        )
         allowed = EXACT_TOLERANCE if precision in EXACT_PRECISIONS else ROUNDED_TOLERANCE
         cause = describe_loss_difference(
             document_losses, recorded_losses, allowed=allowed, label="the last row has"
@@ -269,7 +271,7 @@ def evaluate(node: ast.expr) -> Any:
     return get_object(ast.unparse(node))
 
 
-def whole_documents(documents: Tensor, losses: Tensor, recorded: np.ndarray) -> tuple[Tensor, Tensor]:
+def select_whole_documents(documents: Tensor, losses: Tensor, recorded: np.ndarray) -> tuple[Tensor, Tensor]:
     """The mean losses [n] of the documents that are scored in whole: here, and as they were `recorded`, [2,
     documents]: sums and counts. `documents` and `losses` are of the scored tokens."""
     sums, counts = torch.from_numpy(recorded).double()

@@ -127,7 +127,7 @@ class FinetuneEvaluator(FileEvaluator):
             "epochs": num_epochs,
             "seconds": round(time.perf_counter() - start_time, 3),
         }
-        metadata.update(finetune.scores_of(torch.from_numpy(predicted), job.test.labels, job.classes))
+        metadata.update(finetune.score_predictions(torch.from_numpy(predicted), job.test.labels, job.classes))
         columns = {
             "id": [example.id for example in task.test],
             "label": [example.label for example in task.test],

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from cpt.core.distributed import shard_like
 from cpt.core.tensors import load_tensors
 from cpt.models.fsdp import Sharding, follow_sharding, reshard, shard_model
-from cpt.optim.state import parameters_of
-from cpt.trainer.checkpoint import fill_tensors, layout_of, save_sharded
-from cpt.trainer.costs import original_name, original_names
+from cpt.optim.state import list_parameters
+from cpt.trainer.checkpoint import fill_tensors, find_layout_parameter, save_sharded
+from cpt.trainer.costs import find_original_names, restore_original_name
 
 
 class FSDP2Strategy(DDPStrategy):
@@ -59,10 +59,10 @@ class FSDP2Strategy(DDPStrategy):
         its weights."""
         # What the method has added to the model is small, and stays whole in every process.
         model = module.model
-        names_without_additions = original_names(model)
+        names_without_additions = find_original_names(model)
         added_parameters = set()
         for name, parameter in model.named_parameters():
-            if original_name(name) not in names_without_additions:
+            if restore_original_name(name) not in names_without_additions:
                 added_parameters.add(parameter)
         shard_model(model, self.make_sharding(), ignored=added_parameters)
         follow_sharding(module, model)
@@ -87,13 +87,13 @@ class FSDP2Strategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         module: Any = self.lightning_module
-        parameters = [parameters_of(optimizer) for optimizer in self.optimizers]
+        parameters = [list_parameters(optimizer) for optimizer in self.optimizers]
         reshard(module.model)
 
         def find_layout(path: list[Any], shape: torch.Size) -> Tensor | None:
             """The parameter like which the tensor at a path of keys in the checkpoint is sharded."""
             if path[0] == "state_dict":
-                return layout_of(module, path[1], shape)
+                return find_layout_parameter(module, path[1], shape)
             # ["optimizer_states", optimizer, "state", parameter, "exp_avg"]
             parameter = parameters[path[1]][path[3]]
             return parameter if parameter.shape == shape else None
@@ -102,7 +102,7 @@ class FSDP2Strategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = parameters_of(optimizer)
+            parameters = list_parameters(optimizer)
             sharded_state: dict[int, dict[str, Any]] = {}
             for index, entries in state["state"].items():
                 sharded_state[index] = shard_entries(entries, parameters[index])

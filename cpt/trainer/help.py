@@ -16,8 +16,8 @@ from cpt.core.config import CONF
 from cpt.core.errors import CONFIG_GROUPS
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.naming import CONFIG
-from cpt.core.schema import Options, describe_allowed, join, option_types
-from cpt.core.sections import options_class, to_python
+from cpt.core.schema import Options, describe_allowed, join, list_option_types
+from cpt.core.sections import find_class_options, to_python
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
 from cpt.evaluation.monitor import MonitorOptions
@@ -70,7 +70,7 @@ def describe_options(arguments: Sequence[str]) -> str:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(CONFIG, overrides=overrides)
 
-    chosen_groups = {group_of(override) for override in parsed.overrides} & set(cfg)
+    chosen_groups = {parse_group(override) for override in parsed.overrides} & set(cfg)
     blocks = []
     for section in list_sections(cfg):
         if not chosen_groups or section.split(".")[0] in chosen_groups:
@@ -95,7 +95,7 @@ def describe_choices(arguments: Sequence[str]) -> str:
 
     blocks = []
     for argument in filter(is_question, parsed.overrides):
-        group = group_of(argument)
+        group = parse_group(argument)
         files: dict[str, Path] = {}
         for folder in folders:
             files.update((path.stem, path) for path in (folder / group).glob("*.yaml"))
@@ -124,7 +124,7 @@ def describe_choice(path: Path) -> str:
     return COMMAND.split(sentence)[0]
 
 
-def group_of(override: str) -> str:
+def parse_group(override: str) -> str:
     """The config group, or the key, that an override is of: `+model@x=hf` is of `model`."""
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
@@ -149,14 +149,14 @@ def list_sections(cfg: DictConfig, section: str = "") -> Iterator[str]:
             yield from list_sections(cfg, join(section, str(name)))
 
 
-def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
+def list_options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
     """The Options of a section; none where its class has none."""
     if section in FIXED_SECTIONS:
         return FIXED_SECTIONS[section]
     target = OmegaConf.select(cfg, join(section, "_target_"))
     if target in KINDS:
         return [KINDS[target].options]
-    kind = options_class(target, section=section) if target else None
+    kind = find_class_options(target, section=section) if target else None
     return [] if kind is None else [kind]
 
 
@@ -168,7 +168,7 @@ def explaining_missing(cfg: DictConfig) -> Iterator[None]:
         yield
     except MissingMandatoryValue as error:
         section, _, name = str(error.full_key).rpartition(".")
-        for kind in options_at(cfg, section):
+        for kind in list_options_at(cfg, section):
             for field in fields(kind):
                 if field.name == name:
                     key = join(section, name)
@@ -182,7 +182,7 @@ def list_options(cfg: DictConfig, section: str) -> list[OptionHelp]:
     """The options of a section, the required ones first."""
     node = OmegaConf.select(cfg, section) if section else cfg
     options = []
-    for kind in options_at(cfg, section):
+    for kind in list_options_at(cfg, section):
         for field in fields(kind):
             if field.name not in node.keys() or is_section(node, field.name):  # noqa: SIM118
                 # `in node` is false for a value that is missing (`???`), `in node.keys()` is not.
@@ -193,7 +193,7 @@ def list_options(cfg: DictConfig, section: str) -> list[OptionHelp]:
                     key=join(section, field.name),
                     value=REQUIRED if is_required else format_value(to_python(node[field.name])),
                     description=field.metadata["help"],
-                    allowed=describe_allowed(option_types(kind)[field.name]),
+                    allowed=describe_allowed(list_option_types(kind)[field.name]),
                 )
             )
     return sorted(options, key=lambda option: not option.is_required)

@@ -16,13 +16,13 @@ from cpt.core.processes import count_cores
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import CONCAT
-from cpt.data.text_checks import unknown_share
+from cpt.data.text_checks import compute_unknown_share
 from cpt.evaluation.scores import Scores
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
 from cpt.trainer.compile_choice import AUTO, BLOCKS, NOTHING
 from cpt.trainer.plan import Plan
-from cpt.trainer.run_dir import checkpoint_files
+from cpt.trainer.run_dir import list_checkpoint_files
 
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
 
@@ -153,7 +153,9 @@ def describe_text(name: str, corpora: Corpora, data: DomainSequence, *, score_on
     splits = {score_on: data.held_out[name]}
     if name in data.train:
         splits["train"] = data.train[name]
-    unknown = {split: unknown_share(text) for split, text in splits.items() if unknown_share(text)}
+    unknown = {
+        split: compute_unknown_share(text) for split, text in splits.items() if compute_unknown_share(text)
+    }
     if unknown:
         described["unknown"] = unknown
     spelled = {split: text.facts["spelled"] for split, text in splits.items() if text.facts.get("spelled")}
@@ -199,7 +201,7 @@ def find_base_origin(plan: Plan, base: Base) -> dict[str, Any]:
         described = {"name": Path(checkpoint).resolve().name, "origin": "folder"}
     else:
         described = {"name": checkpoint, "origin": "hub"}
-        paths = list(checkpoint_files(checkpoint).values())
+        paths = list(list_checkpoint_files(checkpoint).values())
         if paths:
             described["revision"] = paths[0].parent.name
 

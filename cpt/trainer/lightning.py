@@ -21,7 +21,7 @@ from cpt.core.errors import find_reason
 from cpt.core.exceptions import MessageError
 from cpt.core.preemption import joining_others
 from cpt.core.processes import is_distributed
-from cpt.core.slurm import is_slurm_task, is_started_by_torchrun, requested_tasks
+from cpt.core.slurm import count_requested_tasks, is_slurm_task, is_started_by_torchrun
 from cpt.models.fsdp import Sharding
 from cpt.trainer.checkpoint import AtomicCheckpointIO
 from cpt.trainer.fsdp_strategy import FSDP2Strategy
@@ -88,7 +88,7 @@ def make_trainer(
             # The bar shows what the others have measured of a step, and comes after them.
             callbacks=[LoaderErrors(), *callbacks, ProgressBar(label), preemption or Preemption()],
             default_root_dir=folder or os.devnull,  # the working folder otherwise
-            plugins=[AtomicCheckpointIO(), *slurm_environment()],
+            plugins=[AtomicCheckpointIO(), *find_slurm_environments()],
             **options,
         )
     except (MisconfigurationException, TypeError) as error:
@@ -101,11 +101,11 @@ def make_trainer(
     return trainer
 
 
-def slurm_environment() -> list[ClusterEnvironment]:
+def find_slurm_environments() -> list[ClusterEnvironment]:
     """Inside a SLURM job, what counts the processes of a run: SLURM for a task that srun started, else
     Lightning, which takes a batch script or the shell of salloc for a task. Empty elsewhere: Lightning
     finds out itself."""
-    if requested_tasks() == 0 or is_started_by_torchrun():
+    if count_requested_tasks() == 0 or is_started_by_torchrun():
         return []
     if is_slurm_task():
         return [SLURMEnvironment()]

@@ -23,8 +23,8 @@ from cpt.trainer.state_folders import (
     LINKS,
     SHARDS,
     check_folders,
+    find_newest_number,
     find_state_folder,
-    newest_number,
     read_shards,
     remove_folders,
 )
@@ -42,7 +42,7 @@ def link_weights(path: Path, model: Path) -> None:
     exported, exported_sizes = hash_exported(model)
     state = fill_linked(load_tensors(path), path)
     shards = state.pop(SHARDS, None)
-    folder = find_state_folder(path, 1 + newest_number(path), LINKS)
+    folder = find_state_folder(path, 1 + find_newest_number(path), LINKS)
     folder.mkdir()
 
     linked: dict[str, FileAndKey] = {}  # by the tensor's name in the state

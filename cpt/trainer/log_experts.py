@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from cpt.adapters.lora import adapter_reach, find_kernel_layers
+from cpt.adapters.lora import find_adapter_reach, find_kernel_layers
 from cpt.core.exceptions import format_value
 from cpt.core.messages import abbreviate
 from cpt.core.processes import is_first_process
@@ -68,7 +68,7 @@ def log_router_loss(setting: float | str, module: ContinualMethod, *, num_micro_
 
 def log_adapter_reach(model: PreTrainedModel) -> None:
     """Logs the share of weights that adapters reach, if not the experts."""
-    reach = adapter_reach(model)
+    reach = find_adapter_reach(model)
     if reach is None or not reach.unreached_experts:
         return
     log.warning(
@@ -82,7 +82,7 @@ def log_adapter_reach(model: PreTrainedModel) -> None:
 def log_kernel_layers(model: PreTrainedModel) -> None:
     """Logs the layers that adapters leave out as kernels read their weights."""
     names = find_kernel_layers(model)
-    if names and adapter_reach(model) is not None:
+    if names and find_adapter_reach(model) is not None:
         log.info("No adapters in layers whose weights are read by kernels of Mamba (%s)", abbreviate(names))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from cpt.adapters.domain_store import find_domain_params
 from cpt.adapters.options import SavedModulesOptions, SummedLoRAOptions
-from cpt.adapters.saved_modules import saved_tensors
+from cpt.adapters.saved_modules import find_saved_tensors
 from cpt.core.exceptions import format_value
 from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
@@ -27,7 +27,7 @@ from cpt.models.parameter_groups import find_groups
 from cpt.models.units import find_block_matrices, find_expert_parameters
 from cpt.models.weights import find_frozen, find_trainable, list_trainable_entries
 from cpt.optim.muon import MuonWithAdamW
-from cpt.optim.rounding import lost_update_share
+from cpt.optim.rounding import compute_lost_update_share
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine, is_bf16_emulated
 from cpt.trainer.export_dtype import find_export_dtype, name_dtype
@@ -518,7 +518,7 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Prec
     # Of Adam a step is about as large as the rate, whatever the gradient, so the share is known before.
     frozen = {id(parameter) for parameter in module.frozen}
     trained = [parameter for parameter in module.model.parameters() if id(parameter) not in frozen]
-    share = lost_update_share(trained, rate=rate)
+    share = compute_lost_update_share(trained, rate=rate)
     log.warning(
         "optim.rounding=nearest: in bf16-true a step of optim.lr=%s is lost for %.0f %% of the trained "
         "weights, and for more of them as the rate decays; %s",
@@ -579,7 +579,7 @@ def log_saved_modules(module: ContinualMethod) -> None:
     sets = "one set for all domains"
     if module.domain_params is not None:
         sets = "one set for each domain"
-    modules = saved_tensors(module.model, module.saved_names)
+    modules = find_saved_tensors(module.model, module.saved_names)
     tied = ", one weight" if len(modules) > len(saved) else ""
     log.info(
         "Training fully in addition to the adapters (method.modules_to_save): %s (%s parameters%s, %s)",

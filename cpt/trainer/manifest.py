@@ -18,9 +18,9 @@ from cpt.core.exceptions import DamagedFileError, format_value
 from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.core.schema import check_types
-from cpt.data.sources.base import DocumentSource, stamp_of
+from cpt.data.sources.base import DocumentSource, make_stamp
 from cpt.trainer.plan import Plan, why_not_extendable
-from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
+from cpt.trainer.run_dir import WEIGHTS, RunDir, list_checkpoint_files, read_file_stat
 
 if TYPE_CHECKING:
     from cpt.data.corpora import Corpora
@@ -41,7 +41,9 @@ class Manifest:
 
     order: list[str]
     texts: dict[str, dict[str, Any]]  # by name: digest, stamp (sizes and times), documents, bytes
-    base: dict[str, list[Any]] = field(default_factory=dict)  # by file (see base_files): size, time, hash
+    base: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # by file (see list_base_files): size, time, hash
     tokenizer: str = ""
     endtasks: dict[str, str] = field(default_factory=dict)  # by task, the hash of its examples
 
@@ -67,7 +69,7 @@ class Manifest:
         texts = []
         for name, facts in self.texts.items():
             source, source_name = find_source(plan, name)
-            if facts.get("stamp") != stamp_of(source, source_name):
+            if facts.get("stamp") != make_stamp(source, source_name):
                 texts.append(name)
         return texts, self.find_touched_files(plan)
 
@@ -75,7 +77,7 @@ class Manifest:
         """The files of the base that are missing, or have another size or time now."""
         if not self.base:
             return []
-        stats = {name: file_stat(path) for name, path in base_files(plan).items()}
+        stats = {name: read_file_stat(path) for name, path in list_base_files(plan).items()}
         return [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
 
     def find_changes(self, plan: Plan) -> list[str]:
@@ -93,7 +95,7 @@ class Manifest:
 
             log.info("Comparing the text of %s with that of the run's start", name)
             source, source_name = find_source(plan, name)
-            stamp = stamp_of(source, source_name)
+            stamp = make_stamp(source, source_name)
             facts: Mapping[str, Any]
             if reads_all:
                 facts = read_documents(source, source_name).facts
@@ -107,7 +109,7 @@ class Manifest:
     def compare_base(self, plan: Plan, touched_files: Sequence[str]) -> Iterator[str]:
         """Yields how files of a checkpoint differ now. Only those that were touched are compared or, with
         `verify_inputs=full`, all. A base that the run has made is compared by `write_manifest`."""
-        paths = base_files(plan)
+        paths = list_base_files(plan)
         names = list(self.base) if plan.run.verify_inputs == "full" else touched_files
         for name in names:
             file_name = name
@@ -124,7 +126,7 @@ class Manifest:
             if name not in paths:
                 yield f"{option} has no {file_name} any more"
                 continue
-            entry = [*file_stat(paths[name]), files.file_hash(paths[name])]
+            entry = [*read_file_stat(paths[name]), files.hash_file(paths[name])]
             if has_other_hash(entry, self.base[name]):
                 yield f"{file_name} of {option} changed"
             else:
@@ -140,14 +142,14 @@ def find_source(plan: Plan, text: str) -> tuple[DocumentSource, str]:
     return plan.mixture.readers[name], name
 
 
-def base_files(plan: Plan) -> dict[str, Path]:
+def list_base_files(plan: Plan) -> dict[str, Path]:
     """The files of a checkpoint by name; below TOKENIZER_FOLDER those of model.tokenizer, without the weights
     that its folder may have, and below REFERENCE_FOLDER those of loss.reference."""
-    paths = checkpoint_files(plan.model.name_or_path)
-    for name, path in checkpoint_files(plan.model.tokenizer).items():
+    paths = list_checkpoint_files(plan.model.name_or_path)
+    for name, path in list_checkpoint_files(plan.model.tokenizer).items():
         if path.suffix not in WEIGHTS:
             paths[f"{TOKENIZER_FOLDER}{name}"] = path
-    for name, path in checkpoint_files(plan.reference_folder).items():
+    for name, path in list_checkpoint_files(plan.reference_folder).items():
         paths[f"{REFERENCE_FOLDER}{name}"] = path
     return paths
 
@@ -308,16 +310,16 @@ def hash_base(plan: Plan, start: Base, stored_base: Mapping[str, list[Any]]) -> 
     """Size, time and hash of the files of the base; hashes are stored ones where size and time are equal. For
     a model that the run has made only the weights count: its config is in the run's."""
     base = {}
-    paths = base_files(plan)
+    paths = list_base_files(plan)
     if plan.model.name_or_path is None:
-        for name, path in checkpoint_files(start.checkpoint).items():
+        for name, path in list_checkpoint_files(start.checkpoint).items():
             if path.suffix in WEIGHTS:
                 paths[name] = path
     for name, path in paths.items():
-        stat = file_stat(path)
+        stat = read_file_stat(path)
         entry = stored_base.get(name, [])
         if entry[:2] != stat:
-            entry = [*stat, files.file_hash(path)]
+            entry = [*stat, files.hash_file(path)]
         base[name] = entry
     return base
 

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from cpt.adapters.options import LayerLoRAOptions, Routing
-from cpt.core.config import digest, identity, ignores_multiplier, plain_config
-from cpt.core.errors import unknown_name
+from cpt.core.config import digest, identity, ignores_multiplier, make_plain_config
+from cpt.core.errors import describe_unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.run_command import format_install_command
 from cpt.core.schema import Text, check_value
@@ -155,7 +155,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     stored_config = read_first_config(run, sections.run.extend)
     max_tokens = choose_max_tokens(sections, stored_config)
     rounding = choose_rounding(sections, stored_config)
-    settings = with_choices(plain_config(cfg), max_tokens, rounding)  # raises for what is missing
+    settings = with_choices(make_plain_config(cfg), max_tokens, rounding)  # raises for what is missing
     # With empty scores: raises for a metric that does not exist, before a sweep has run its jobs.
     run_objective({"metrics": {}, "endtasks": {}, "rows": []}, sections.run.optimized_metric)
     check_batch_size(sections)
@@ -360,7 +360,9 @@ def check_evaluations(plan: Plan) -> None:
     if plan.answers is not None:
         for task in plan.answers.metric_of_task:
             if task not in plan.source.domains:
-                raise ValueError(unknown_name(f"answers.metrics.{task}", plan.source.domains, name=task))
+                raise ValueError(
+                    describe_unknown_name(f"answers.metrics.{task}", plan.source.domains, name=task)
+                )
 
 
 def check_separate_chats(plan: Plan, chats: ChatOptions) -> None:

@@ -41,7 +41,7 @@ from cpt.core.processes import is_distributed
 from cpt.trainer.step_checkpoint import StepCheckpoint
 
 
-def received_signal() -> int:
+def get_received_signal() -> int:
     """The number of the signal that this process has received, 0 for none."""
     return notice.number
 
@@ -56,7 +56,7 @@ class Preemption(Callback):
         self.step_checkpoint = step_checkpoint
         self.step = 0  # the last optimizer step that was seen
         if step_checkpoint is not None:
-            step_checkpoint.guard.read_signal = received_signal
+            step_checkpoint.guard.read_signal = get_received_signal
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         leave_together()
@@ -70,7 +70,7 @@ class Preemption(Callback):
             return
         self.step = step
 
-        number = received_signal()
+        number = get_received_signal()
         if is_distributed():
             number = self.step_checkpoint.guard.common_signal
         if number:

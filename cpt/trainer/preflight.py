@@ -24,7 +24,7 @@ from cpt.core.processes import (
     is_job_within_a_sweep,
     is_one_of_several,
 )
-from cpt.core.schema import check_names, option_types
+from cpt.core.schema import check_names, list_option_types
 from cpt.core.slurm import check_task_count
 from cpt.data.options import share_batch
 from cpt.loggers.wandb_environment import WandbPlace
@@ -130,7 +130,7 @@ def try_trainer(
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """A trainer on this machine. Raises ValueError for options that Lightning does not know or rejects."""
-    check_names(options.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], section="trainer")
+    check_names(options.others, [*list_option_types(TrainerOptions), *TRAINER_ARGUMENTS], section="trainer")
     check_gpu(options)
 
     precision = str(options.precision).replace("auto", "32-true")  # `auto` depends on the device, yet unknown

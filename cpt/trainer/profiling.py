@@ -12,7 +12,7 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from cpt.adapters.domain_store import in_memory
+from cpt.adapters.domain_store import list_tensors_in_memory
 from cpt.core.memory import read_peak_bytes, reset_peak_bytes
 from cpt.data.collate import Batch
 from cpt.data.corpora import Corpora
@@ -26,7 +26,7 @@ from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
 from cpt.trainer.build import build_data
 from cpt.trainer.checkpoint import map_stored, save_stage
-from cpt.trainer.costs import CostMonitor, added_state_bytes, count_weights, trained_parameters
+from cpt.trainer.costs import CostMonitor, count_added_state_bytes, count_trained_parameters, count_weights
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.plan import Plan
 
@@ -138,8 +138,8 @@ def count_bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
         for entries in optimizer.state.values():
             optimizer_state.extend(entry for entry in entries.values() if isinstance(entry, torch.Tensor))
     uses = {
-        "weights": in_memory(module.model),
-        "method state": in_memory(module),
+        "weights": list_tensors_in_memory(module.model),
+        "method state": list_tensors_in_memory(module),
         "gradients": gradients,
         "optimizer state": optimizer_state,
     }
@@ -286,10 +286,10 @@ def train_stage(
 def store_stage(plan: Plan, module: ContinualMethod, path: Path, profile: Profile) -> None:
     """Writes the file of a stage, and fills its profile."""
     start_time = time.perf_counter()
-    profile.stored = added_state_bytes(module, save_stage(module, path))
+    profile.stored = count_added_state_bytes(module, save_stage(module, path))
     profile.save_s = time.perf_counter() - start_time
     profile.file = path.stat().st_size
-    profile.trained = trained_parameters(module)
+    profile.trained = count_trained_parameters(module)
     if plan.modules.storage == "disk":
         map_stored(module, path)
 

@@ -8,7 +8,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
-from cpt.core.heartbeat import DELAY, HEARTBEAT, is_terminal, progress_bar
+from cpt.core.heartbeat import DELAY, HEARTBEAT, is_terminal, make_progress_bar
 from cpt.core.memory import read_peak_bytes
 from cpt.core.messages import format_duration
 from cpt.evaluation.monitor import CHAT_LOSSES
@@ -33,7 +33,7 @@ class ProgressBar(Callback):
         self.loss_step = 0  # whose loss is shown: the last point's, before the first one that of step 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.bar = progress_bar(
+        self.bar = make_progress_bar(
             self.label,
             total=trainer.max_steps,
             initial=trainer.global_step,
@@ -46,7 +46,9 @@ class ProgressBar(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_batches = int(sum(trainer.num_val_batches))
-        self.bar = progress_bar(self.label, total=num_batches, hidden=not trainer.is_global_zero, delay=DELAY)
+        self.bar = make_progress_bar(
+            self.label, total=num_batches, hidden=not trainer.is_global_zero, delay=DELAY
+        )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self.rate = optimizer.param_groups[0]["lr"]  # the scheduler changes it before the end of the batch

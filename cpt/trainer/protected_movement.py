@@ -48,7 +48,7 @@ class ProtectedMovement(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self.initial_weights:  # before the method's work after the domain, which protects more
             seed = torch_seed(pl_module.seed, "leak")
-            self.shares = protected_shares(pl_module, self.initial_weights, seed=seed)
+            self.shares = compute_protected_shares(pl_module, self.initial_weights, seed=seed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"began": self.initial_weights}
@@ -58,7 +58,7 @@ class ProtectedMovement(Callback):
 
 
 @torch.no_grad()
-def protected_shares(
+def compute_protected_shares(
     module: ContinualMethod, initial_weights: Mapping[str, Tensor], *, seed: int
 ) -> list[float]:
     """The protected share of the movement since the initial weights, and of a random movement; empty if

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF
-from cpt.core.errors import unknown_name
+from cpt.core.errors import describe_unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import NonNegative, Text, check_value, fits
 from cpt.core.sections import Choice, Section, is_used, read_section
@@ -147,7 +147,7 @@ def check_keys(cfg: DictConfig, text: str) -> None:
 
     for key in map(str, cfg):
         if key not in allowed_keys and key not in GROUPS_THAT_SET_OTHERS and not is_used(key, text):
-            raise ValueError(unknown_name(key, allowed_keys, listing=", ".join(allowed_keys)))
+            raise ValueError(describe_unknown_name(key, allowed_keys, listing=", ".join(allowed_keys)))
     for key in allowed_keys:
         if key not in cfg and not OmegaConf.is_missing(cfg, key):
             raise ValueError(f"{key} is missing. Allowed: {key}=CHOICE, one of conf/{key}")
@@ -167,11 +167,13 @@ def check_kind(section: Section, options: Any, kind: type) -> None:
     """Raises ValueError for a choice that is not of a kind."""
     if isinstance(options, kind):
         return
-    target = options.target if isinstance(options, Choice) else full_name(type(options))
-    raise InvalidOptionError(f"{section.name}._target_", target, allowed=f"a class below {full_name(kind)}")
+    target = options.target if isinstance(options, Choice) else format_full_name(type(options))
+    raise InvalidOptionError(
+        f"{section.name}._target_", target, allowed=f"a class below {format_full_name(kind)}"
+    )
 
 
-def full_name(kind: type) -> str:
+def format_full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
@@ -194,7 +196,7 @@ def read_schedule(section: Section) -> Any:
     if not callable(schedule):
         raise InvalidOptionError(
             "lr_scheduler._target_",
-            full_name(type(schedule)),
+            format_full_name(type(schedule)),
             allowed="a class like cpt.optim.schedulers.Linear",
         )
     return schedule

@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from cpt.core import files
 from cpt.core.cache import SMALL, discard
-from cpt.core.config import flatten, identity, plain_config
+from cpt.core.config import flatten, identity, make_plain_config
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import DamagedFileError
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
@@ -115,7 +115,7 @@ class RunDir:
             config = OmegaConf.load(self.config)
             if not isinstance(config, DictConfig) or not config:
                 raise ValueError("it is not the config of a run")
-            return dict(flatten(plain_config(config)))
+            return dict(flatten(make_plain_config(config)))
         except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
             raise DamagedFileError(
                 self.config, reason=find_reason(error), remedy="restore it from a backup"
@@ -126,8 +126,8 @@ class RunDir:
     ) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared and from
         `further_entries`: keys of entries that a mapping by domain may have in addition."""
-        stored = without_entries(identity(redact(self.stored_config())), further_entries)
-        current = without_entries(identity(redact(settings)), further_entries)
+        stored = remove_entries(identity(redact(self.stored_config())), further_entries)
+        current = remove_entries(identity(redact(settings)), further_entries)
         ignored: set[str] = set()
         if self.manifest.exists() or self.scores_file.exists():
             ignored.update(KEYS_BY_CONTENT)
@@ -269,13 +269,13 @@ class RunDir:
                     np.lib.format.write_array(file, np.asanyarray(values), allow_pickle=False)
 
 
-def without_entries(leaves: Mapping[str, Any], entries: Collection[str]) -> dict[str, Any]:
+def remove_entries(leaves: Mapping[str, Any], entries: Collection[str]) -> dict[str, Any]:
     """The leaves of a config without entries of its mappings, each a leaf or a mapping itself, and without
     mappings that have no other entries.
 
-    >>> without_entries({"columns.law": "body", "columns.tax": "text"}, ["columns.tax"])
+    >>> remove_entries({"columns.law": "body", "columns.tax": "text"}, ["columns.tax"])
     {'columns.law': 'body'}
-    >>> without_entries({"columns": {}}, ["columns.tax"])
+    >>> remove_entries({"columns": {}}, ["columns.tax"])
     {}
     """
     mappings = {entry.rpartition(".")[0] for entry in entries}
@@ -301,13 +301,13 @@ def escape_interpolations(value: Any) -> Any:
     return value
 
 
-def file_stat(path: Path) -> list[int]:
+def read_file_stat(path: Path) -> list[int]:
     """Size and modification time."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
+def list_checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
     """The files of a model and its tokenizer by name: those of a folder, or those in the cache of the Hub.
     Folders and links to nothing are no files, whatever their names."""
     if checkpoint is None:
@@ -329,7 +329,7 @@ def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
 def has_chat_template(checkpoint: str | None) -> bool:
     """Whether the tokenizer of a checkpoint has a chat template, by its files; for one on the Hub that is not
     in its cache it is no."""
-    paths = checkpoint_files(checkpoint)
+    paths = list_checkpoint_files(checkpoint)
     if "chat_template.jinja" in paths or "chat_template.json" in paths:
         return True
     config_path = paths.get("tokenizer_config.json")

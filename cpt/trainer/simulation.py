@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from cpt.adapters.domain_store import BASE, in_memory
+from cpt.adapters.domain_store import BASE, list_tensors_in_memory
 from cpt.core.allocations import AllocationRecorder, AllocationTable, KnownValues, UnitScalars
 from cpt.core.distributed import clip_gradients, total_norm
 from cpt.core.tensors import NamedTensors
@@ -38,10 +38,10 @@ from cpt.models.units import find_blocks
 from cpt.models.without_storage import without_storage
 from cpt.optim.schedulers import Progress
 from cpt.optim.state import CarriedState
-from cpt.trainer.auto import Machine, mixed_precision
+from cpt.trainer.auto import Machine, make_autocast
 from cpt.trainer.build import assemble_method
 from cpt.trainer.computed_work import Work, WorkRecorder
-from cpt.trainer.costs import original_name, original_names, trained_parameters
+from cpt.trainer.costs import count_trained_parameters, find_original_names, restore_original_name
 from cpt.trainer.full_batch import make_full_batch
 from cpt.trainer.plan import Plan
 
@@ -267,7 +267,7 @@ class Simulation:
             pad_head(model)
             if machine.attn_implementation != "auto":
                 model.set_attn_implementation(machine.attn_implementation)
-            self.original_names = original_names(model)
+            self.original_names = find_original_names(model)
 
             loaded_names = {name for name, _ in model.named_parameters()}
             self.method = assemble_method(
@@ -296,7 +296,7 @@ class Simulation:
     def autocast(self, *, keeps_copies: bool = True) -> AbstractContextManager[Any]:
         """Mixed precision, where it is the run's; autocast keeps its copies of weights, or makes them for
         each product."""
-        return mixed_precision(self.machine.precision, "cpu", cache_enabled=keeps_copies)
+        return make_autocast(self.machine.precision, "cpu", cache_enabled=keeps_copies)
 
     def know_neutral_state(self) -> None:
         """Gives small buffers of the method values, as it may branch on them, such as on a count of domains.
@@ -520,7 +520,7 @@ class Simulation:
         sharded_parameters = set()  # ids
         sharded_shapes = {}
         for name, parameter in self.method.model.named_parameters():
-            if original_name(name) in self.original_names:  # FSDP leaves what a method adds whole
+            if restore_original_name(name) in self.original_names:  # FSDP leaves what a method adds whole
                 sharded_parameters.add(id(parameter))
                 sharded_shapes[name] = parameter.shape
 
@@ -537,9 +537,9 @@ class Simulation:
 
         # The weights first: a method's tensors include the model's, and a storage is counted once.
         counts = StorageCounts()
-        for tensor in in_memory(self.method.model):
+        for tensor in list_tensors_in_memory(self.method.model):
             counts.add(WEIGHTS, tensor, is_sharded=id(tensor) in sharded_parameters)
-        for tensor in in_memory(self.method):
+        for tensor in list_tensors_in_memory(self.method):
             counts.add(
                 METHOD_STATE,
                 tensor,
@@ -561,7 +561,7 @@ class Simulation:
         blocks."""
         sharded_parameters = set()
         for name, parameter in self.method.model.named_parameters():
-            if original_name(name) in self.original_names:
+            if restore_original_name(name) in self.original_names:
                 sharded_parameters.add(parameter)
         parameters_outside = set(sharded_parameters)  # of all blocks
         largest_block = set[Tensor]()
@@ -594,7 +594,7 @@ class Simulation:
 
     def count_trained(self) -> int:
         """The parameters that are trained in this stage; 0 of a method without stages."""
-        return trained_parameters(self.method) if self.stages else 0
+        return count_trained_parameters(self.method) if self.stages else 0
 
 
 def sum_bytes(tensors: Iterable[Tensor]) -> int:

@@ -29,7 +29,7 @@ from cpt.trainer.callbacks import CustomCallbacks
 from cpt.trainer.chat_evaluator import ChatEvaluator
 from cpt.trainer.chat_monitor import ChatMonitor, make_chat_monitor
 from cpt.trainer.checkpoint import check_stage, map_stored, restore_stage, save_stage
-from cpt.trainer.costs import CostMonitor, added_state_bytes, trained_parameters
+from cpt.trainer.costs import CostMonitor, count_added_state_bytes, count_trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.mixture_monitor import MixtureMonitor
 from cpt.trainer.monitor import Monitor
@@ -111,8 +111,8 @@ class StageTrainer:
         state = self.store_state(number)
         return replace(
             callbacks.cost_monitor.stage_costs(lightning_trainer),
-            trained=trained_parameters(self.module),
-            stored=added_state_bytes(self.module, state),
+            trained=count_trained_parameters(self.module),
+            stored=count_added_state_bytes(self.module, state),
             skipped_steps=len(callbacks.nan_guard.skipped_steps),
             protected_movement=callbacks.movement.shares,
         )

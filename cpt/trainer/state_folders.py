@@ -54,7 +54,7 @@ def find_folders(path: Path) -> list[Path]:
     return [*path.parent.glob(f"{stem}.*.{SHARDS}"), *path.parent.glob(f"{stem}.*.{LINKS}")]
 
 
-def newest_number(path: Path) -> int:
+def find_newest_number(path: Path) -> int:
     """The number of the newest folder next to a small file, 0 without one."""
     return max((int(folder.name.split(".")[-2]) for folder in find_folders(path)), default=0)
 

@@ -80,7 +80,7 @@ class TaskEvaluator(FileEvaluator):
                 return None
             table, metadata = stored
             self.summaries[number, request] = task_metrics.summarise_answers(
-                predictions.answers_of(table, metadata),
+                predictions.parse_answer_table(table, metadata),
                 main_measure=self.options.metric_of_task.get(request),
                 seconds=metadata["seconds"],
             )
@@ -239,7 +239,7 @@ class TaskEvaluator(FileEvaluator):
             for row, head in enumerate(heads_by_row):
                 is_measured[row, column] = head is not None
         metrics = task_metrics.compute_metrics(
-            task_metrics.matrix_of(answers), rows=names, tasks=list(summaries), is_asked=is_measured
+            task_metrics.build_answer_matrix(answers), rows=names, tasks=list(summaries), is_asked=is_measured
         )
         answers["metrics"] = {name: float(value) for name, value in metrics.items()}
         is_complete = num_rows == len(self.data) + 1

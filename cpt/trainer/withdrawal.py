@@ -252,13 +252,13 @@ def read_merged(module: ContinualMethod, run: RunDir, number: int) -> dict[str, 
 
 def remove_pair(module: IncLoRA, index: int, *, num_domains: int) -> None:
     """Sets B of a domain's adapter to 0 in all layers: its product is 0."""
-    for layer in lora.lora_layers(module.model).values():
-        _, newest_b = lora.factors_of(layer)
+    for layer in lora.find_lora_layers(module.model).values():
+        _, newest_b = lora.get_factors(layer)
         if index == num_domains - 1:
             newest_b.zero_()
             continue
         # Along the rank, the earlier adapters in the order of their domains.
-        _, earlier_b = lora.factors_of(layer, lora.EARLIER)
+        _, earlier_b = lora.get_factors(layer, lora.EARLIER)
         width = newest_b.shape[1]
         earlier_b[:, index * width : (index + 1) * width] = 0
 

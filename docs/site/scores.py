@@ -15,7 +15,7 @@ sys.path.insert(0, str(DOCS.parent))
 from pydantic import TypeAdapter  # noqa: E402
 from pydantic.json_schema import GenerateJsonSchema  # noqa: E402
 
-from cpt.evaluation.score_schema import VERSION, key_of  # noqa: E402
+from cpt.evaluation.score_schema import VERSION, find_file_key  # noqa: E402
 from cpt.evaluation.scores import Scores  # noqa: E402
 
 PAGE, SCHEMA = DOCS / "files.md", DOCS.parent / "cpt/evaluation/scores.schema.json"
@@ -38,7 +38,9 @@ def make_json_schema() -> dict[str, Any]:
     made = TypeAdapter(Scores).json_schema(schema_generator=CompactSchema)
     properties = {}
     for column in fields(Scores):
-        properties[key_of(column)] = made["properties"][column.name] | column.metadata["key"].annotations
+        properties[find_file_key(column)] = (
+            made["properties"][column.name] | column.metadata["key"].annotations
+        )
     made["properties"] = properties
     about = {"title": f"scores.json, version {VERSION}", "required": list(properties)}
     return {"$schema": GenerateJsonSchema.schema_dialect} | made | about

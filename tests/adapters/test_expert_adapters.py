@@ -19,8 +19,8 @@ def attach(model, parameters="auto"):
 
 def draw_factors(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    for layer in lora.lora_layers(model).values():
-        for factor in lora.factors_of(layer):
+    for layer in lora.find_lora_layers(model).values():
+        for factor in lora.get_factors(layer):
             factor.data = 0.05 * torch.randn(factor.shape, generator=generator)
 
 
@@ -35,7 +35,7 @@ def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_
     model = build_mixture(model_type).eval()
     base_logits = logits_of(model)
     attach(model)
-    reach = lora.adapter_reach(model)
+    reach = lora.find_adapter_reach(model)
     assert reach.unreached_experts == () and reach.adapted > 0.9 * reach.total
 
     draw_factors(model)
@@ -46,7 +46,7 @@ def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_
     draw_factors(model, seed=2)
     expected = logits_of(model)
 
-    plain_model.without_tuners(model).save_pretrained(tmp_path / "merged")
+    plain_model.copy_without_tuners(model).save_pretrained(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits_of(merged), expected, rtol=0, atol=1e-5)
 
@@ -67,7 +67,7 @@ def test_layers_that_peft_takes_for_experts_are_adapted_and_loaded(targets, tmp_
     names = list(lora.find_targets(model, targets))
     lora.attach_lora(model, r=3, alpha=6, dropout=0.1, targets=targets, embeddings=False)
     assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"} <= set(names)
-    assert list(lora.lora_layers(model)) == names
+    assert list(lora.find_lora_layers(model)) == names
 
     draw_factors(model)
     expected = logits_of(model)
@@ -90,7 +90,7 @@ def test_dora_of_layers_that_peft_takes_for_experts_is_exported_merged():
 def test_tuners_of_a_mixture_adapt_its_dense_layers(tuner):
     model = build_mixture("deepseek_v3")
     lora.attach_tuner(model, tuner, targets="auto", arguments={})
-    adapted = set(plain_model.tuner_layers(model))
+    adapted = set(plain_model.find_tuner_layers(model))
     assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.shared_experts.gate_proj"} <= adapted
     assert not any(name.endswith("experts") for name in adapted)
 
@@ -114,7 +114,7 @@ def test_the_factors_of_an_expert_are_those_of_its_matrix():
     model = build_mixture("qwen3_moe")
     attach(model)
     draw_factors(model)
-    layers = [layer for layer in lora.lora_layers(model).values() if lora.count_experts(layer) > 1]
+    layers = [layer for layer in lora.find_lora_layers(model).values() if lora.count_experts(layer) > 1]
     assert len(layers) == 4
     for layer in layers:
         products = torch.stack([b @ a for a, b in lora.map_factors(layer)])

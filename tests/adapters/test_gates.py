@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.gates import Gate, anneal, attach_gates, bottleneck_units, regulariser, soft_gates
+from cpt.adapters.gates import Gate, anneal, attach_gates, list_bottleneck_units, regulariser, soft_gates
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import find_units
 from tests.models.test_units import build, inputs_of, logits
@@ -72,7 +72,7 @@ def test_folded_weights_need_no_gates(kind):
 def test_factors_between_two_groups_are_one_minus_the_minimum():
     down = nn.Linear(3, 2)
     up = nn.Linear(2, 3)
-    claimed = ClaimedUnits(bottleneck_units("a", down, up), apply_to="update")
+    claimed = ClaimedUnits(list_bottleneck_units("a", down, up), apply_to="update")
     assert list(claimed.factors()) == []
     claimed.update_max(torch.tensor([1.0, 0.25, 0.5, 0.0, 0.5]))
     claimed.update_max(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))

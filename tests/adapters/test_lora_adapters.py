@@ -45,10 +45,10 @@ def test_the_first_model_is_the_base_and_a_layer_adds_alpha_over_r_times_the_pro
     names = attach(model, embeddings=embeddings).names
     assert torch.equal(logits(model), before)
     learn(model, names)
-    for layer in lora.lora_layers(model).values():
+    for layer in lora.find_lora_layers(model).values():
         if hasattr(layer, "in_features"):
             x = torch.randn(5, layer.in_features)
-            a, b = lora.factors_of(layer)
+            a, b = lora.get_factors(layer)
             if not isinstance(layer.base_layer, nn.Embedding):
                 torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
 
@@ -56,9 +56,9 @@ def test_the_first_model_is_the_base_and_a_layer_adds_alpha_over_r_times_the_pro
 def test_dropout_is_that_of_the_pairs_input_in_training_alone():
     model = build()
     learn(model, attach(model, dropout=0.5).names)
-    layer = next(iter(lora.lora_layers(model).values()))
+    layer = next(iter(lora.find_lora_layers(model).values()))
     x = torch.randn(4, layer.in_features)
-    a, b = lora.factors_of(layer)
+    a, b = lora.get_factors(layer)
     torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
     torch.manual_seed(0)
     dropped = layer.train()(x)
@@ -79,7 +79,9 @@ def test_targets_are_ends_of_names_or_a_regular_expression():
     ):
         model = build()
         scope = attach(model, targets=targets)
-        assert list(lora.lora_layers(model)) == layer_names and len(scope.projections) == 2 * len(layer_names)
+        assert list(lora.find_lora_layers(model)) == layer_names and len(scope.projections) == 2 * len(
+            layer_names
+        )
 
 
 def test_an_adapted_embedding_is_no_longer_the_heads():
@@ -89,7 +91,7 @@ def test_an_adapted_embedding_is_no_longer_the_heads():
     assert model.config.tie_word_embeddings is False and sum("embedding" in name for name in names) == 2
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    a, b = lora.factors_of(table)
+    a, b = lora.get_factors(table)
     assert not head.weight.requires_grad and head.weight is not table.base_layer.weight
     learn(model, names)
     expected = base.get_input_embeddings().weight[TOKENS] + 3 * (b @ a).T[TOKENS]
@@ -151,7 +153,7 @@ def test_a_tuner_learns_and_is_merged(kind, tuner):
     last = model(**inputs).logits
     assert (last - first).abs().max() > 1e-3
 
-    plain = plain_model.without_tuners(model)
+    plain = plain_model.copy_without_tuners(model)
     assert set(plain.state_dict()) == names
     torch.testing.assert_close(plain.eval()(**inputs).logits, last, rtol=1e-3, atol=1e-4)
 
@@ -164,7 +166,7 @@ def make_plain_of_trained(kind, *, tied, arguments):
     learn(model.eval(), names)
     with torch.no_grad():
         logits = model(**inputs).logits
-    return inputs, logits, plain_model.without_tuners(copy.deepcopy(model).requires_grad_(True)).eval()
+    return inputs, logits, plain_model.copy_without_tuners(copy.deepcopy(model).requires_grad_(True)).eval()
 
 
 BESIDE_ADAPTERS = [
@@ -223,7 +225,7 @@ def test_a_head_with_a_second_bias_keeps_it_where_lora_unties_it(merged, tmp_pat
     with torch.no_grad():
         model.lm_head.bias.normal_()
     learn(model, attach(model, embeddings=True).names)
-    plain = plain_model.without_tuners(model, merged=merged).eval()
+    plain = plain_model.copy_without_tuners(model, merged=merged).eval()
     plain.save_pretrained(tmp_path)
     loaded = type(plain).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(**inputs).logits, plain(**inputs).logits)
@@ -233,12 +235,12 @@ def test_the_reach_of_adapters_leaves_experts_out():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model("mixtral", **sizes, vocab_size=300, num_key_value_heads=2)
     model = AutoModelForCausalLM.from_config(config)
-    assert lora.adapter_reach(model) is None
+    assert lora.find_adapter_reach(model) is None
     experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
     attention = 2 * 4 * 32 * 32
     routers_and_norms = 2 * 8 * 32 + 5 * 32
     attach(model)
-    reach = lora.adapter_reach(model)
+    reach = lora.find_adapter_reach(model)
     assert reach.total == experts + attention + routers_and_norms
     assert attention <= reach.adapted <= attention + 2 * 8 * 32
     assert len(reach.unreached_experts) == 4 and "experts" in reach.unreached_experts[0]
@@ -248,4 +250,4 @@ def test_adapters_of_a_dense_model_leave_no_experts_out():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 300}
     mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))  # with convolutions
     attach(mamba, targets=["in_proj"])
-    assert lora.adapter_reach(mamba).unreached_experts == ()
+    assert lora.find_adapter_reach(mamba).unreached_experts == ()

@@ -44,7 +44,7 @@ def assert_equal_files(model, folder, *, is_copied=False, **arguments):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain_model.save_without_tuners(folder / "streamed", model, **arguments)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    plain_model.without_tuners(model, **arguments).save_pretrained(folder / "copied")
+    plain_model.copy_without_tuners(model, **arguments).save_pretrained(folder / "copied")
     files = read_files(folder / "copied")
     assert "model.safetensors" in files and read_files(folder / "streamed") == files
 
@@ -117,6 +117,6 @@ def test_shards_have_the_index_of_save_pretrained(monkeypatch, tmp_path):
     attach_drawn(model)
     monkeypatch.setattr(streamed_files, "MAX_SHARD_SIZE", "20KB")
     plain_model.save_without_tuners(tmp_path / "streamed", model)
-    plain_model.without_tuners(model).save_pretrained(tmp_path / "copied", max_shard_size="20KB")
+    plain_model.copy_without_tuners(model).save_pretrained(tmp_path / "copied", max_shard_size="20KB")
     files = read_files(tmp_path / "copied")
     assert len(files) > 5 and read_files(tmp_path / "streamed") == files

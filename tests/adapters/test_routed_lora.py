@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from cpt.adapters import lora, plain_model
-from cpt.adapters.routed_lora import attach_experts, attach_routed, begin_routed, router_of
+from cpt.adapters.routed_lora import attach_experts, attach_routed, begin_routed, find_router
 from cpt.models.forward import find_input_stack
 from tests.models.test_units import build, inputs_of
 from tests.support.mixtures import build_mixture
@@ -27,8 +27,8 @@ def build_routed(name: str, form: dict[str, str] = SAPT):
         if number:
             begin_routed(model, torch.Generator().manual_seed(number))
         torch.manual_seed(number)
-        for layer in lora.lora_layers(model).values():
-            lora.factors_of(layer)[1].normal_(std=0.05)
+        for layer in lora.find_lora_layers(model).values():
+            lora.get_factors(layer)[1].normal_(std=0.05)
     return model
 
 
@@ -37,16 +37,16 @@ def compute_queries(model, inputs, form) -> torch.Tensor:
     if form["query"] == "embeddings":
         states = model.get_input_embeddings()(inputs["input_ids"])
     else:
-        plain = plain_model.without_tuners(model, merged=False)
+        plain = plain_model.copy_without_tuners(model, merged=False)
         states = find_input_stack(plain)(input_ids=inputs["input_ids"]).last_hidden_state
-    if not router_of(model).causal:
+    if not find_router(model).causal:
         return states.mean(1, keepdim=True)
     return torch.stack([states[:, : position + 1].mean(1) for position in range(states.shape[1])], dim=1)
 
 
 def weights_by_hand(model, inputs, form) -> torch.Tensor:
     """a [B, 1 or T, t]."""
-    router = router_of(model)
+    router = find_router(model)
     means = compute_queries(model, inputs, form)
     keys = torch.cat([router.earlier, router.key])
     if form["key"] == "cosine":
@@ -58,7 +58,7 @@ def weights_by_hand(model, inputs, form) -> torch.Tensor:
 
 def record_layers(model, inputs):
     recorded = {}
-    for layer in lora.lora_layers(model).values():
+    for layer in lora.find_lora_layers(model).values():
         layer.register_forward_hook(lambda module, args, output: recorded.update({module: (args[0], output)}))
     model(**inputs)
     assert len(recorded) > 4
@@ -88,7 +88,7 @@ def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
     assert a.shape[2] == PAIRS and a.std(0).max() > 1e-3
     assert {layer.in_features == layer.out_features for layer, _ in recorded} == {True, False}
     for layer, (x, output) in recorded:
-        halves = zip(lora.factors_of(layer, "earlier"), lora.factors_of(layer), strict=True)
+        halves = zip(lora.get_factors(layer, "earlier"), lora.get_factors(layer), strict=True)
         pairs = [torch.cat(halves_of_pair, dim) for dim, halves_of_pair in enumerate(halves)]
         weights = a.expand(-1, 7, -1).flatten(0, 1) if x.ndim == 2 else a
         torch.testing.assert_close(output, sum_adapters(layer, x, *pairs, weights), rtol=1e-6, atol=1e-8)
@@ -111,9 +111,9 @@ def test_latents_of_all_tokens_are_weighed_by_token_also_when_text_is_generated(
     )
     model.eval()
     begin_routed(model, torch.Generator().manual_seed(1))
-    for layer in lora.lora_layers(model).values():
+    for layer in lora.find_lora_layers(model).values():
         for adapter in (lora.EARLIER, lora.NEWEST):
-            lora.factors_of(layer, adapter)[1].normal_()
+            lora.get_factors(layer, adapter)[1].normal_()
     layer = model.model.layers[0].self_attn.kv_b_proj
     inputs = []
     outputs = []
@@ -126,7 +126,7 @@ def test_latents_of_all_tokens_are_weighed_by_token_also_when_text_is_generated(
     model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
     latents = inputs[0]
     expanded, continued = outputs
-    pairs = [lora.factors_of(layer, adapter) for adapter in (lora.EARLIER, lora.NEWEST)]
+    pairs = [lora.get_factors(layer, adapter) for adapter in (lora.EARLIER, lora.NEWEST)]
     expected = layer.get_base_layer()(latents)
     for pair, (a, b) in enumerate(pairs):
         expected = expected + ALPHA / R * weights[:, None, :, pair : pair + 1] * (latents @ a.T @ b.T)
@@ -148,17 +148,17 @@ def test_padding_is_no_part_of_the_query_nor_what_comes_later_in_a_causal_model(
     assert torch.equal(before[:, :4], after[:, :4]) and not torch.equal(before[:, 4], after[:, 4])
     for routed_model in (model, build_routed("roberta", form)):
         routed_model(input_ids=ids, attention_mask=mask)
-        padded = router_of(routed_model).row_log_weights[0].clone()
+        padded = find_router(routed_model).row_log_weights[0].clone()
         routed_model(input_ids=ids[:1, :5])
-        torch.testing.assert_close(padded, router_of(routed_model).row_log_weights[0])
+        torch.testing.assert_close(padded, find_router(routed_model).row_log_weights[0])
 
 
 def test_gradients_go_through_the_frozen_pairs():
     model = build_routed("roberta")
-    layer = next(iter(lora.lora_layers(model).values()))
+    layer = next(iter(lora.find_lora_layers(model).values()))
     inputs = inputs_of(model)
     step = 1e-6
-    weight = lora.factors_of(layer)[1]
+    weight = lora.get_factors(layer)[1]
 
     def loss():
         return model(**inputs).logits.square().sum()
@@ -178,12 +178,12 @@ def test_experts_are_summed_by_the_gates_of_each_token(name):
     model = build(name).float()
     attach_experts(model, experts=PAIRS, r=R, alpha=ALPHA, dropout=0.0, targets="all-linear")
     model.eval()
-    for layer in lora.lora_layers(model).values():
-        lora.factors_of(layer)[1].normal_(std=0.1)
+    for layer in lora.find_lora_layers(model).values():
+        lora.get_factors(layer)[1].normal_(std=0.1)
         layer.router.weight.normal_()
     for layer, (x, output) in record_layers(model, inputs_of(model)):
         gates = torch.softmax(x @ layer.router.weight.T, -1)
-        expected = sum_adapters(layer, x, *lora.factors_of(layer), gates)
+        expected = sum_adapters(layer, x, *lora.get_factors(layer), gates)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
         assert gates.std() > 0.01
     coarse = layer.router.bfloat16()

@@ -94,7 +94,7 @@ def test_merged_model_and_files_of_peft_give_the_logits_of_the_run(kind, tied, m
     expected = logits(model)
     assert (expected - logits(base)).abs().max() > 0.1
 
-    merged = plain_model.without_tuners(model)
+    merged = plain_model.copy_without_tuners(model)
     assert is_tied(merged) == tied
     merged.save_pretrained(tmp_path / "merged")
     loaded_merged = type(merged).from_pretrained(tmp_path / "merged")
@@ -121,7 +121,7 @@ def test_pissa_takes_the_largest_singular_values_out_of_the_frozen_weights():
     model = build("llama")
     before = {name: module.weight.detach().clone() for name, module in linear_layers(model).items()}
     attach(model, initialization="pissa")
-    for name, layer in lora.lora_layers(model).items():
+    for name, layer in lora.find_lora_layers(model).items():
         values = torch.linalg.svdvals(before[name])
         remaining = torch.linalg.svdvals(layer.get_base_layer().weight)
         torch.testing.assert_close(remaining[: len(values) - 4], values[4:], rtol=0, atol=1e-5)
@@ -135,9 +135,9 @@ def test_the_factors_of_pissa_are_roots_of_singular_values_by_the_scale():
     model = build("llama")
     before = {name: module.weight.detach().clone() for name, module in linear_layers(model).items()}
     attach(model, initialization="pissa")
-    for name, layer in lora.lora_layers(model).items():
+    for name, layer in lora.find_lora_layers(model).items():
         u, values, v = torch.linalg.svd(before[name], full_matrices=False)
-        a, b = lora.factors_of(layer)
+        a, b = lora.get_factors(layer)
         torch.testing.assert_close(2 * b @ a, u[:, :4] @ values[:4].diag() @ v[:4], rtol=0, atol=1e-5)
         torch.testing.assert_close(a @ a.T, (values[:4] / 2).diag(), rtol=0, atol=1e-5)
 
@@ -145,10 +145,10 @@ def test_the_factors_of_pissa_are_roots_of_singular_values_by_the_scale():
 def test_dora_is_the_released_equation_with_norms_that_have_no_gradient():
     model = build("llama")
     perturb(model, attach(model, use_dora=True))
-    layer = lora.lora_layers(model)["model.layers.0.mlp.down_proj"]
+    layer = lora.find_lora_layers(model)["model.layers.0.mlp.down_proj"]
     weight = layer.get_base_layer().weight
     magnitude = layer.lora_magnitude_vector[lora.NEWEST].weight
-    a, b = lora.factors_of(layer)
+    a, b = lora.get_factors(layer)
     inputs = torch.randn(7, weight.shape[1])
     targets = torch.randn(7, weight.shape[0])
 
@@ -179,6 +179,6 @@ def test_rslora_is_scaled_by_the_root_of_the_rank(tmp_path):
 
     model = build("llama")
     lora.attach_lora(model, r=4, alpha=options.alpha, dropout=0.0, targets="all-linear", embeddings=False)
-    assert {layer.scaling[lora.NEWEST] for layer in lora.lora_layers(model).values()} == {8 / 4**0.5}
+    assert {layer.scaling[lora.NEWEST] for layer in lora.find_lora_layers(model).values()} == {8 / 4**0.5}
     config = lora.export_config(model, 12, base_folder=tmp_path)  # of three adapters, joined
     assert config.lora_alpha / config.r == 8 / 4**0.5 and not config.use_rslora

@@ -51,7 +51,7 @@ def test_a_process_of_another_machine_is_a_user_for_a_day_after_it_was_heard_of(
     process = dataclasses.replace(ProcessId.current(), host="elsewhere")
     record = tmp_path / USES / "elsewhere-1-1.jsonl"
     record.parent.mkdir()
-    lines = [json.dumps(dataclasses.asdict(process)), json.dumps(cache_use.artifact_name(artifact))]
+    lines = [json.dumps(dataclasses.asdict(process)), json.dumps(cache_use.format_artifact_name(artifact))]
     record.write_text("\n".join(lines) + "\n")
     assert find_users(artifact) == [process]
     os.utime(record, (time.time() - 2 * REMOTE_S,) * 2)

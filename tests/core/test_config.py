@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpt.cli import to_hydra
-from cpt.core.config import identity, plain_config
+from cpt.core.config import identity, make_plain_config
 from cpt.core.errors import readable_errors
 from cpt.core.naming import LONGEST, RunIdentity, describe_variant, distinguish_runs, name_run
 from cpt.trainer.run_dir import RunDir
@@ -40,13 +40,13 @@ def test_patterns_are_shown_in_labels_as_they_were_typed():
 
 
 def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
-    plain = plain_config(composed())
-    assert identity(plain_config(composed("strategy=ddp", "logger=none", "name=x"))) == identity(plain)
+    plain = make_plain_config(composed())
+    assert identity(make_plain_config(composed("strategy=ddp", "logger=none", "name=x"))) == identity(plain)
     assert not any(key.startswith("loss") for key in identity(plain))  # as in runs of 0.1.0
-    assert identity(plain_config(composed("loss=eaft")))["loss.alpha"] == 1
+    assert identity(make_plain_config(composed("loss=eaft")))["loss.alpha"] == 1
     run = RunDir(tmp_path)
     run.write_config(plain)
-    differ = run.find_config_changes(plain_config(composed("trainer.steps=7", "seed=1")))
+    differ = run.find_config_changes(make_plain_config(composed("trainer.steps=7", "seed=1")))
     assert differ == ["seed: 0 -> 1", "trainer.steps: 125 -> 7"]
 
 

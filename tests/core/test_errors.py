@@ -10,8 +10,8 @@ from hydra.errors import HydraException, OverrideParseException
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
-from cpt.core.errors import choices_with, explain_error, unknown_choice
-from cpt.core.schema import unknown_name
+from cpt.core.errors import describe_unknown_choice, explain_error, list_choices_with
+from cpt.core.schema import describe_unknown_name
 
 HINT = ". Allowed: key=value, with the value in quotes: "
 
@@ -54,7 +54,7 @@ def test_the_hint_is_only_for_values_that_quotes_mend():
     ],
 )
 def test_an_option_of_other_choices_is_found_in_all_of_their_files(key, choices):
-    assert choices_with(key, "method") == choices
+    assert list_choices_with(key, "method") == choices
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_is_probably_meant_comes_before_what_is_allowed(overrides, beginnin
 
 
 def test_a_model_that_is_no_choice_may_be_a_name_on_the_hub():
-    message = unknown_choice("model", "gpt2-large", ["gpt2", "hf"])
+    message = describe_unknown_choice("model", "gpt2-large", ["gpt2", "hf"])
     assert message.endswith(
         "; a folder or a name on the Hub: model=hf model.name_or_path=gpt2-large; model=? describes them"
     )
@@ -139,12 +139,12 @@ def test_names_of_other_libraries_and_papers_stand_for_what_exists_under_another
 
 def test_a_suggestion_shortens_the_list():
     names = [f"trainer.option_{letter}" for letter in "abcdefghi"]
-    assert unknown_name("trainer.optoin_a", names).endswith("option_e, trainer.option_f, … 3 more")
-    assert unknown_name("trainer.x", names).endswith("option_h, trainer.option_i")
+    assert describe_unknown_name("trainer.optoin_a", names).endswith("option_e, trainer.option_f, … 3 more")
+    assert describe_unknown_name("trainer.x", names).endswith("option_h, trainer.option_i")
 
 
 def test_dots_in_a_name_that_is_no_option_are_a_part_of_it():
     names = ["docs.v1", "news.v1", "python3.10"]
-    assert "Did you mean docs.v1?" in unknown_name("order=docs.v2", names)
-    assert "Did you mean docs.v1?" in unknown_name("answers.metrics.docs.v2", names, name="docs.v2")
-    assert unknown_name("order=v9", names).endswith("Allowed: docs.v1, news.v1, python3.10")
+    assert "Did you mean docs.v1?" in describe_unknown_name("order=docs.v2", names)
+    assert "Did you mean docs.v1?" in describe_unknown_name("answers.metrics.docs.v2", names, name="docs.v2")
+    assert describe_unknown_name("order=v9", names).endswith("Allowed: docs.v1, news.v1, python3.10")

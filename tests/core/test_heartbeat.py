@@ -12,7 +12,15 @@ import psutil
 import pytest
 
 from cpt.core import heartbeat
-from cpt.core.heartbeat import HEARTBEAT, Heartbeat, Phase, ProcessId, progress_bar, set_phase, start_time
+from cpt.core.heartbeat import (
+    HEARTBEAT,
+    Heartbeat,
+    Phase,
+    ProcessId,
+    make_progress_bar,
+    set_phase,
+    start_time,
+)
 from cpt.core.processes import PARENT
 from tests.conftest import ROOT
 
@@ -89,7 +97,7 @@ def test_a_killed_process_takes_its_children_with_it_and_a_rank_ends_without_its
 
 def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
     with heartbeat.heartbeat(tmp_path):
-        with progress_bar("tokenizing law", total=10, hidden=False, initial=4) as bar:
+        with make_progress_bar("tokenizing law", total=10, hidden=False, initial=4) as bar:
             bar.smoothing = 0
             bar.start_t = bar._time() - 3
             bar.n = 6
@@ -106,7 +114,7 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
             remaining_steps=60,
         )
         set_phase(phase)
-        with progress_bar("law (1/3)", total=10, hidden=False) as bar:
+        with make_progress_bar("law (1/3)", total=10, hidden=False) as bar:
             assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
             bar.start_t = bar._time() - 10
             bar.n = 5

@@ -8,8 +8,8 @@ import pytest
 
 from cpt.core import schema
 from cpt.core.exceptions import format_value
-from cpt.core.schema import Options, check_value, config, describe_allowed, fits, option, wrong_value
-from cpt.core.sections import load_target, options_class
+from cpt.core.schema import Options, check_value, config, describe_allowed, fits, option, wrong_value_error
+from cpt.core.sections import find_class_options, load_target
 from cpt.trainer.options import Precision
 
 KINDS = [
@@ -45,7 +45,7 @@ def test_a_type_says_what_it_allows(kind, good, bad, words):
     ],
 )
 def test_a_value_is_suggested_that_is_spelt_alike_or_has_another_name_elsewhere(key, value, kind, meant):
-    message = str(wrong_value(key, value, kind))
+    message = str(wrong_value_error(key, value, kind))
     if meant:
         assert message.startswith(f"{key}={value} is invalid. Did you mean {meant}? Allowed: ")
     else:
@@ -98,7 +98,7 @@ MODULES = {  # by name, with its source and what is said of its import
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("load", [load_target, partial(options_class, section="method")])
+@pytest.mark.parametrize("load", [load_target, partial(find_class_options, section="method")])
 def test_a_module_that_cannot_be_imported_is_reported_with_the_cause(load, name, tmp_path, monkeypatch):
     source, reason = MODULES[name]
     (tmp_path / f"{name}.py").write_text(source)

@@ -56,7 +56,7 @@ def test_a_task_is_what_srun_started(environment, variables, is_task, is_of_seve
     environment(variables)
     assert (slurm.is_slurm_task(), is_one_of_several()) == (is_task, is_of_several)
     is_counted = is_of_several and "SLURM_NTASKS_PER_NODE" in variables
-    assert slurm.tasks_per_node(5) == (2 if is_counted else 5)
+    assert slurm.count_tasks_per_node(5) == (2 if is_counted else 5)
     assert slurm.step_nodes() == 1
 
 
@@ -108,7 +108,7 @@ def test_a_run_is_refused_before_it_has_a_folder_and_a_job_of_a_local_sweep_is_n
         start(small("strategy=ddp", "trainer.devices=3", "trainer.batch_size=6"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
-    variables_of_job = slurm.without_task(BATCH | TWO | STEP | {"PATH": "/bin"})
+    variables_of_job = slurm.remove_task_variables(BATCH | TWO | STEP | {"PATH": "/bin"})
     assert variables_of_job == {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "wrap", "PATH": "/bin"}
 
 

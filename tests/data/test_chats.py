@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import ByT5Tokenizer
 
-from cpt.data.chats import ChatCounts, ChatEncoder, sequences_of
+from cpt.data.chats import ChatCounts, ChatEncoder, group_into_sequences
 from cpt.data.sources.base import SPLIT
 from cpt.data.sources.chats import IgnoredKeys, read_chat
 from cpt.data.sources.examples import (
@@ -84,7 +84,7 @@ def test_every_token_of_an_answer_follows_the_prompt_as_it_is_asked(kind, templa
             assert answer.prompt == tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
     # Answers of one sequence are scored in one pass: each continues the one before.
-    for sequence in sequences_of(answers):
+    for sequence in group_into_sequences(answers):
         for previous, answer in itertools.pairwise(sequence):
             assert answer.prompt[: len(previous.whole)] == previous.whole
 
@@ -116,7 +116,7 @@ def test_an_answer_to_a_question_without_a_template_is_scored_whole(kind):
 def test_an_end_mark_that_takes_the_blanks_after_it_is_scored():
     tokenizer, answers = answers_of("phi3", exchanges(["yes", "no"]))
     assert [tokenizer.decode(answer.ids) for answer in answers] == ["yes<|end|>", "no<|end|>"]
-    assert len(sequences_of(answers)) == 1
+    assert len(group_into_sequences(answers)) == 1
 
 
 def test_a_tokenizer_without_a_fast_version_scores_whole_answers():

@@ -9,13 +9,13 @@ import pytest
 
 from cpt.data import corpora, near_duplicates
 from cpt.data.corpora import Corpora
-from cpt.data.near_duplicates import MIN_SIMILARITY, SPAN, count_near_duplicates, normalized_bytes
+from cpt.data.near_duplicates import MIN_SIMILARITY, SPAN, count_near_duplicates, normalize_to_bytes
 from cpt.data.sources.base import TextOptions
 from tests.support.data_fixtures import HELD_OUT, TEXT_SOURCE, make_prose
 
 
 def list_spans(text):
-    raw = normalized_bytes(text)
+    raw = normalize_to_bytes(text)
     return {raw[begin : begin + SPAN] for begin in range(len(raw) - SPAN + 1)}
 
 

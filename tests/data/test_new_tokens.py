@@ -13,9 +13,9 @@ from cpt.data.new_tokens import (
     extend_definition,
     learn_extension,
     learn_merges,
+    make_text_backend,
     make_word_rules,
     name_merges,
-    text_backend,
 )
 from tests.support.data_fixtures import bare_tokenizer, make_prose, wordpiece_tokenizer
 from tests.support.tokenizer_kinds import bert_legacy, word_level
@@ -68,7 +68,7 @@ KINDS = {
 def count_words(tokenizer, texts):
     words = WordCounts()
     rules = make_word_rules(tokenizer)
-    for encoding in encode_in_batches(text_backend(tokenizer), texts, size=1000):
+    for encoding in encode_in_batches(make_text_backend(tokenizer), texts, size=1000):
         words.add(encoding, rules)
     return words
 
@@ -84,7 +84,7 @@ def extend(tokenizer, folder, *, num_tokens=40, texts=DOMAIN):
 
 
 def encode(tokenizer, texts):
-    return [encoding.ids for encoding in encode_in_batches(text_backend(tokenizer), texts, size=1000)]
+    return [encoding.ids for encoding in encode_in_batches(make_text_backend(tokenizer), texts, size=1000)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

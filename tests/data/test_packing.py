@@ -24,7 +24,7 @@ from cpt.data.sources.base import TextOptions
 from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.token_rows import join_ranges
 from cpt.data.tokenize import TokenizeBatch
-from cpt.data.tokenizer_hash import tokenizer_digest
+from cpt.data.tokenizer_hash import hash_tokenizer
 from cpt.models.objectives import Causal
 from tests.support.data_fixtures import (
     TOKENIZERS,
@@ -140,11 +140,11 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     assert len(calls) == num_calls
 
     # What a call leaves in a tokenizer does not make it another one.
-    digests = {style: tokenizer_digest(tokenizer) for style, tokenizer in tokenizers.items()}
+    digests = {style: hash_tokenizer(tokenizer) for style, tokenizer in tokenizers.items()}
     assert len(set(digests.values())) == len(digests)
     used_tokenizer = framed_tokenizer()
     used_tokenizer(["ba de", "lo"], truncation=True, max_length=3, padding=True)
-    assert tokenizer_digest(used_tokenizer) == digests["framed"]
+    assert hash_tokenizer(used_tokenizer) == digests["framed"]
     with pytest.raises(ValueError, match="no token to separate documents"):
         find_terminator(tokenizer_with_template("$A", pad_token="<pad>"))
 

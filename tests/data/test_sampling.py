@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpt.core.randomness import key, sample_keys
-from cpt.data.collate import UNSCORED, label_batch, labels_of, select_row
+from cpt.data.collate import UNSCORED, label_batch, place_labels, select_row
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY
@@ -78,7 +78,7 @@ def list_samples(*batches):
     """Inputs and labels of each sample."""
     samples = []
     for batch in batches:
-        for ids, labels in zip(batch["input_ids"].tolist(), labels_of(batch).tolist(), strict=True):
+        for ids, labels in zip(batch["input_ids"].tolist(), place_labels(batch).tolist(), strict=True):
             samples.append((tuple(ids), tuple(labels)))
     return samples
 
@@ -198,7 +198,7 @@ def test_each_scored_token_has_its_document(objective):
     offset = 1 if isinstance(objective, Causal) else 0
     for number, batch in enumerate(list_batches(subset)):
         documents = []
-        for row, labels in enumerate(labels_of(batch).tolist(), start=number * 6):
+        for row, labels in enumerate(place_labels(batch).tolist(), start=number * 6):
             for position, label in enumerate(labels):
                 if label != UNSCORED:
                     # Rows have 8 tokens, documents 5.
@@ -233,7 +233,7 @@ def test_places_targets_and_rows_are_those_of_the_labels_and_a_row_is_a_batch():
     batch = label_batch(ids, labels, is_token)
     assert "attention_mask" not in batch and "labels" not in batch
     assert batch["positions"].tolist() == [1, 3, 8] and batch["targets"].tolist() == [7, 8, 9]
-    assert batch["rows"].tolist() == [0, 0, 2] and torch.equal(labels_of(batch), labels)
+    assert batch["rows"].tolist() == [0, 0, 2] and torch.equal(place_labels(batch), labels)
 
     # With padding in one row, the batch has an attention mask, and so has each row as a batch.
     is_token[1, 2:] = False
@@ -325,7 +325,7 @@ def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
 def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
     def read_probe(number=0, **options):
         batches = list(enter_domain(number, **options).importance_batches())
-        return identify_rows(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
+        return identify_rows(*batches), torch.cat([place_labels(batch) for batch in batches]).tolist()
 
     rows, labels = read_probe(2)
     numbers = [row for name, row in rows if name == "c"]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cpt.data import number_files, packing, stored_tokens
 from cpt.data.corpora import Corpora
-from cpt.data.number_files import NumberWriter, map_numbers, narrow_numbers, smallest_type
+from cpt.data.number_files import NumberWriter, find_smallest_type, map_numbers, narrow_numbers
 from cpt.data.sources.base import TextOptions
 from cpt.data.text_format import make_text_format
 from tests.support.data_fixtures import (
@@ -59,11 +59,11 @@ def test_a_text_takes_an_id_per_token_and_a_further_length_almost_nothing(tmp_pa
     assert short.rows.tokens.folder == long.rows.tokens.folder
     (tokens,) = (tmp_path / "tokens").glob("*[0-9a-f]")
     num_tokens = short.facts["tokens"]
-    assert count_bytes(tokens) == num_tokens * id_bytes + 60 * smallest_type(num_tokens).itemsize
+    assert count_bytes(tokens) == num_tokens * id_bytes + 60 * find_smallest_type(num_tokens).itemsize
 
     # Of each row its position, its size and its tokens of text are stored.
     for packed in (short, long):
-        row_bytes = smallest_type(num_tokens).itemsize + 2
+        row_bytes = find_smallest_type(num_tokens).itemsize + 2
         assert count_bytes(packed.rows.folder) == row_bytes * len(packed)
         assert sum(list_ids(packed), []) == sum(list_ids(short), [])
     if id_bytes == 4:
@@ -135,7 +135,7 @@ def test_tokens_that_were_removed_are_made_again_under_the_same_rows(tmp_path):
 
 def test_numbers_are_stored_in_the_smallest_type(tmp_path, monkeypatch):
     maxima = [0, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32]
-    types = [smallest_type(maximum).name for maximum in maxima]
+    types = [find_smallest_type(maximum).name for maximum in maxima]
     assert types == ["uint8", "uint8", "uint16", "uint16", "uint32", "uint32", "int64"]
 
     monkeypatch.setattr(number_files, "NARROWED", 3)

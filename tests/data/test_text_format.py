@@ -16,11 +16,11 @@ from cpt.data import packing
 from cpt.data.packers import PACKERS
 from cpt.data.separator import choose_separator
 from cpt.data.sources.base import PARSE, SPLIT, TextOptions
-from cpt.data.text_checks import check_training_text, report_texts, unknown_share
-from cpt.data.text_encoder import TextEncoder, frame_of, unknown_id
+from cpt.data.text_checks import check_training_text, compute_unknown_share, report_texts
+from cpt.data.text_encoder import TextEncoder, find_frame, find_unknown_id
 from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.tokenize import TokenizeBatch
-from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
+from cpt.data.tokenizer_hash import hash_row_format, hash_tokenizer
 from cpt.models.objectives import Causal
 from tests.support.data_fixtures import (
     bare_tokenizer,
@@ -80,10 +80,10 @@ def test_the_hash_of_a_slow_tokenizer_has_its_options_and_files(tmp_path):
         "bytes": ByT5Tokenizer(),
         "sentinels": ByT5Tokenizer(extra_ids=3),
     }
-    assert len({tokenizer_digest(tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
+    assert len({hash_tokenizer(tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
     changed = bert_legacy(tmp_path / "a")
     changed.basic_tokenizer.do_lower_case = False
-    assert tokenizer_digest(changed) == tokenizer_digest(tokenizers["cased"])
+    assert hash_tokenizer(changed) == hash_tokenizer(tokenizers["cased"])
 
 
 def test_the_hash_of_a_slow_tokenizer_is_the_same_elsewhere_and_after_use(tmp_path):
@@ -97,11 +97,11 @@ def test_the_hash_of_a_slow_tokenizer_is_the_same_elsewhere_and_after_use(tmp_pa
         shutil.copytree(tmp_path / name, tmp_path / "moved" / name)
         copies = [type(tokenizer).from_pretrained(folder / name) for folder in (tmp_path, tmp_path / "moved")]
         copies[0]("River stones @abc", split_special_tokens=True)
-        hashes = {tokenizer_digest(copy) for copy in copies}
-        row_hashes = {rows_digest(copy) for copy in copies}
+        hashes = {hash_tokenizer(copy) for copy in copies}
+        row_hashes = {hash_row_format(copy) for copy in copies}
         assert len(hashes) == len(row_hashes) == 1 and row_hashes != hashes
         if name != "tweets":  # transformers does not save the merges of these as it reads them
-            assert hashes == {tokenizer_digest(tokenizer)}
+            assert hashes == {hash_tokenizer(tokenizer)}
 
 
 def test_the_key_of_rows_has_what_becomes_of_the_text():
@@ -324,8 +324,8 @@ def test_unknown_tokens_are_counted_whatever_the_model_of_the_tokenizer(tmp_path
     }
     for name, (tokenizer, texts, share) in cases.items():
         packed, _ = pack_texts(tmp_path / name, texts, tokenizer)
-        assert unknown_share(packed) == pytest.approx(share), name
-    assert unknown_id(bos_tokenizer()) is None and unknown_id(CanineTokenizer()) is None
+        assert compute_unknown_share(packed) == pytest.approx(share), name
+    assert find_unknown_id(bos_tokenizer()) is None and find_unknown_id(CanineTokenizer()) is None
 
 
 def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, caplog):
@@ -334,7 +334,10 @@ def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, c
     packed, text_format = pack_texts(tmp_path / "1", texts, wordpiece_tokenizer())
     report_texts({"law train": packed}, text_format, is_causal=False)
     record = caplog.records[-1]
-    assert record.levelname == "WARNING" and f"{unknown_share(packed):.2%} of law train" in record.message
+    assert (
+        record.levelname == "WARNING"
+        and f"{compute_unknown_share(packed):.2%} of law train" in record.message
+    )
     unreadable, _ = pack_texts(tmp_path / "2", ["\u0e02\u0e03", "\u0e04"], wordpiece_tokenizer())
     with pytest.raises(ValueError, match="has no token that the tokenizer .* knows: 100% of its tokens"):
         check_training_text("law", unreadable, text_format)
@@ -359,7 +362,7 @@ def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, c
 
 
 def test_tokens_around_a_text_are_found_by_a_tokenizer_without_latin_letters():
-    assert frame_of(bengali(template="<s> $A")) == ([0], [])
-    assert frame_of(bengali(template="$A </s>")) == ([], [1])
-    assert frame_of(bengali(template="<s> $A </s>")) == ([0], [1])
+    assert find_frame(bengali(template="<s> $A")) == ([0], [])
+    assert find_frame(bengali(template="$A </s>")) == ([], [1])
+    assert find_frame(bengali(template="<s> $A </s>")) == ([0], [1])
     assert choose_separator(bengali(template="<s> $A")).ids == (1,)

@@ -13,7 +13,13 @@ from transformers import get_linear_schedule_with_warmup
 from cpt.adapters import soft_prompt as prompt
 from cpt.adapters.gates import Gate
 from cpt.evaluation import finetune
-from cpt.evaluation.finetune import Classifier, EncodedExamples, FinetuneJob, encode_examples, scores_of
+from cpt.evaluation.finetune import (
+    Classifier,
+    EncodedExamples,
+    FinetuneJob,
+    encode_examples,
+    score_predictions,
+)
 from cpt.evaluation.finetune_tasks import FinetuneOptions, LabelledExample
 from tests.support.endtask_fixtures import model, rows, tokenizer
 
@@ -97,7 +103,7 @@ def test_a_task_that_a_word_tells_is_learned(words):
     start = model("roberta", words, dropout=0.1).bfloat16()
     assert {value.dtype for value in classifier(start).parameters()} == {torch.float32}
     predicted_labels, epoch = tune_on_job(start, endtask_job, step=lambda: steps.append(1))
-    assert scores_of(torch.from_numpy(predicted_labels), endtask_job.test.labels, 2)["accuracy"] > 0.8
+    assert score_predictions(torch.from_numpy(predicted_labels), endtask_job.test.labels, 2)["accuracy"] > 0.8
     assert (epoch, len(steps)) == (6, endtask_job.steps) == (6, 6 * 13)
 
 
@@ -200,15 +206,15 @@ def test_predictions_stand_in_the_order_of_the_file(words):
     assert len(set(expected.tolist())) == 2
     # A class with neither an example nor a prediction has no part in the macro average.
     labels = torch.tensor([0, 0, 1, 1])
-    of_two_classes = scores_of(torch.tensor([0, 0, 1, 0]), labels, 3)
+    of_two_classes = score_predictions(torch.tensor([0, 0, 1, 0]), labels, 3)
     assert of_two_classes["macro_f1"] == pytest.approx((0.8 + 2 / 3) / 2, abs=1e-6)
-    of_three_classes = scores_of(torch.tensor([0, 2, 1, 0]), labels, 3)
+    of_three_classes = score_predictions(torch.tensor([0, 2, 1, 0]), labels, 3)
     assert of_three_classes["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3, abs=1e-6)
 
 
 def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, prediction_log, monkeypatch):
     score = iter([0.2, 0.7, 0.7, 0.1])
-    monkeypatch.setattr(finetune, "scores_of", lambda *_: {"macro_f1": next(score), "accuracy": 0.0})
+    monkeypatch.setattr(finetune, "score_predictions", lambda *_: {"macro_f1": next(score), "accuracy": 0.0})
     _, epoch = tune_on_job(
         model("roberta", words), job(words, dev=True, load_best_model_at_end=True, epochs=4)
     )

@@ -11,7 +11,7 @@ import pytest
 from cpt.evaluation import metrics
 from cpt.evaluation.metrics import METRICS, PERPLEXITY, UNITS, MatrixLayout
 from cpt.evaluation.options import EvalOptions, is_due
-from cpt.evaluation.score_schema import key_of
+from cpt.evaluation.score_schema import find_file_key
 from cpt.evaluation.scores import Scores
 from tests.runs.reading import SCHEMA
 
@@ -129,7 +129,7 @@ def test_a_metric_without_its_terms_is_absent_and_general_text_is_in_no_average(
 
 
 def test_units_and_intransigence_by_hand():
-    units = metrics.in_units(NLL, layout=layout())
+    units = metrics.convert_units(NLL, layout=layout())
     assert units["perplexity"][1, 0] == pytest.approx(np.e**3)
     assert units["bits_per_byte"][2, 1] == pytest.approx(4.0 * 50 / 150 / 0.6931471805599453)
     values = metrics.compute_values(NLL, layout=layout())
@@ -146,9 +146,9 @@ def test_units_and_intransigence_by_hand():
 def test_a_metric_may_be_named_as_in_the_config_or_as_in_the_tables():
     values = {"LC": {"nats": 4.4, "perplexity": 81.5}}
     for name in ("LC.perplexity", "LC/perplexity"):
-        assert metrics.objective_value(values, name) == 81.5
+        assert metrics.find_objective_value(values, name) == 81.5
     with pytest.raises(ValueError, match=r"optimized_metric=LC/furlongs is invalid"):
-        metrics.objective_value(values, "LC/furlongs")
+        metrics.find_objective_value(values, "LC/furlongs")
 
 
 def test_each_policy_chooses_what_it_says():
@@ -282,7 +282,7 @@ def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
     make_scores().save(path)
     assert Scores.load(path) == make_scores()
     data = json.loads(path.read_text())
-    assert [*data] == [key_of(column) for column in fields(Scores)] and data["nll"] == NLL.tolist()
+    assert [*data] == [find_file_key(column) for column in fields(Scores)] and data["nll"] == NLL.tolist()
     SCHEMA.check_schema(SCHEMA.schema)
     SCHEMA.validate(data)
     diverged = NLL.copy()

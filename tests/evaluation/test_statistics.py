@@ -10,13 +10,13 @@ from cpt.evaluation.statistics import (
     NUM_RANDOM_FLIPS,
     compare_differences,
     compare_pairs,
-    intervals_of_means,
+    compute_mean_intervals,
     mcnemar,
 )
 
 
 def interval(values):
-    return tuple(intervals_of_means(np.array([values], float))[0].tolist())
+    return tuple(compute_mean_intervals(np.array([values], float))[0].tolist())
 
 
 def compare_with_zeros(values, **options):
@@ -34,7 +34,7 @@ def test_an_interval_covers_the_mean(size):
     """Also of a distribution with heavy tails, of which a bootstrap of ten values covers 92 %."""
     generator = np.random.default_rng(size)
     for series in (generator.normal(0, 2, size=(6000, size)), generator.standard_t(4, size=(6000, size))):
-        low, high = intervals_of_means(series).T
+        low, high = compute_mean_intervals(series).T
         assert 0.942 <= np.mean((low <= 0) & (high >= 0)) <= 0.968
 
 
@@ -45,7 +45,7 @@ def test_the_interval_is_that_of_t_and_of_many_series_that_of_each():
     series = np.random.default_rng(3).normal(size=(5, 10))
     series[2] = 7.0
     for size in (3, 10):
-        intervals = intervals_of_means(series[:, :size])
+        intervals = compute_mean_intervals(series[:, :size])
         assert [tuple(bounds) for bounds in intervals.tolist()] == [interval(row[:size]) for row in series]
     for sample in ([3.0, 4.0], [3.0], []):
         assert np.isnan(interval(sample)).all()

@@ -72,7 +72,9 @@ def test_the_final_score_is_that_of_the_last_row_measured_and_the_diagonal_goes_
     diagonal = np.where(np.eye(4, 3, -1) > 0, A, NAN)  # `one`: each domain from the base
     assert summarise_scores(diagonal, policy="last")["MF1"] == pytest.approx(2.3 / 3)
     assert "forget_rate" not in summarise_scores(diagonal, policy="last")
-    assert task_metrics.last_measured(A[:3]) == [2, 2, None] and np.isnan(task_metrics.pick_final(A[:3])[2])
+    assert task_metrics.find_last_measured(A[:3]) == [2, 2, None] and np.isnan(
+        task_metrics.pick_final(A[:3])[2]
+    )
     swapped = task_metrics.pick_just_learned(A[:, [1, 0, 2]], ROWS, ["food", "law", "space"])
     assert swapped == pytest.approx([0.60, 0.80, 0.90])
     assert np.isnan(task_metrics.pick_just_learned(A[:2], ROWS, TASKS)[1:]).all()

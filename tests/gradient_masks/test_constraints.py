@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.data.collate import idle_batch
+from cpt.data.collate import make_idle_batch
 from cpt.gradient_masks.base import StepSnapshot
 from cpt.gradient_masks.constraints import MomentumFilter, Subspaces
 from cpt.gradient_masks.options import MomentumFilterOptions
@@ -123,7 +123,7 @@ def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(build):
     for handle in handles:
         handle.remove()
     expected = torch.stack(cosines)[:, :, :-5].mean((1, 2)).detach()
-    for batches in ([batch], [batch, idle_batch(batch)]):  # the last of a process that only takes part
+    for batches in ([batch], [batch, make_idle_batch(batch)]):  # the last of a process that only takes part
         torch.testing.assert_close(measure_block_similarity(model, objective, batches), expected)
     assert torch.equal(measure_block_similarity(model, objective, []), torch.ones(len(expected)))
 

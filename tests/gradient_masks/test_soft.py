@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import RobertaConfig, RobertaForMaskedLM
 
-from cpt.data.collate import labels_of
+from cpt.data.collate import place_labels
 from cpt.gradient_masks import soft as module
 from cpt.gradient_masks.soft import (
     Proxy,
@@ -141,11 +141,11 @@ def test_one_backward_pass_gives_every_samples_gradient(kinds):
         sample = forward_passes.select_rows(batch, [row])
         with gate_units(groups, gates):
             logits = model(input_ids=sample["input_ids"], attention_mask=sample["attention_mask"]).logits
-        loss = torch.nn.functional.cross_entropy(logits[0], labels_of(sample)[0], ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(logits[0], place_labels(sample)[0], ignore_index=-100)
         expected = torch.cat(torch.autograd.grad(loss, list(gates.values())))
         torch.testing.assert_close(ours[row].double(), expected, rtol=1e-4, atol=1e-8)
     assert ours.abs().max() > 1e-4
-    labels = labels_of(batch)
+    labels = place_labels(batch)
     labels[1] = -100  # a sample without scored positions counts as zero
     unscored = forward_passes.make_batch(batch["input_ids"], labels)
     assert sample_means(torch.arange(1.0, 10.0), unscored).tolist() == [2.0, 0.0, 5.0, 8.0]

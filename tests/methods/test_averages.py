@@ -79,7 +79,7 @@ def test_each_domain_starts_from_the_base_and_pairs_are_merged_by_their_products
     merged_pairs = build("merge_lora", *options)
     pairs = build("lora", "method.per_domain=true")
     base = merged.weights()
-    layers = lora.lora_layers(pairs.module.model)
+    layers = lora.find_lora_layers(pairs.module.model)
     assert layers
 
     expected = {name: weight.clone() for name, weight in base.items()}

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForMaskedLM
 
 from cpt.core import distributed as collectives
-from cpt.data.collate import inputs_of, labels_of
+from cpt.data.collate import place_labels, select_inputs
 from cpt.data.replay import NO_REPLAY
 from cpt.gradient_masks.base import StepSnapshot
 from cpt.methods.base import MethodContext
@@ -77,8 +77,8 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
         for first in range(0, len(batch["input_ids"]), size):
             part = select_rows(batch, list(range(first, first + size)))
             model.zero_grad()
-            logits = model(**inputs_of(part)).logits.flatten(0, 1)
-            functional.cross_entropy(logits, labels_of(part).flatten(), ignore_index=-100).backward()
+            logits = model(**select_inputs(part)).logits.flatten(0, 1)
+            functional.cross_entropy(logits, place_labels(part).flatten(), ignore_index=-100).backward()
             num_passes += 1
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
@@ -120,7 +120,7 @@ def test_the_fisher_is_that_of_the_loss_in_32_bits_over_samples_with_targets(lea
     assert equal_tensors(measure_fisher(model, weighted), expected)
 
     # A sample without a target counts as if it were not there.
-    labels = labels_of(batches[0])
+    labels = place_labels(batches[0])
     labels[3] = -100
     without_targets = make_batch(batches[0]["input_ids"], labels, batches[0].get("attention_mask"))
     other_rows = select_rows(batches[0], [row for row in range(len(labels)) if row != 3])
@@ -419,7 +419,7 @@ def test_the_divergence_is_that_of_the_student_from_the_teacher(distilled, tempe
     [batch] = run.batches()
     module = run.module.eval()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-    is_scored = labels_of(batch) != -100
+    is_scored = place_labels(batch) != -100
 
     def probabilities():
         hidden = module.model.base_model(**inputs).last_hidden_state

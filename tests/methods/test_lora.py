@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from cpt.adapters import lora
-from cpt.adapters.routed_lora import router_of
-from cpt.data.collate import inputs_of
+from cpt.adapters.routed_lora import find_router
+from cpt.data.collate import select_inputs
 from cpt.gradient_masks.base import mark_recorded
 from cpt.methods.lora import (
     attention_divergence,
@@ -83,7 +83,7 @@ def test_the_largest_singular_triples_stay_exact(options, on, build):
     run = build("lora", STRONG, DECAY, "method.protected_rank=3", "trainer.steps=3", *method_options, on=on)
     is_transposed = on == "causal"
     triples = {}
-    for name, layer in lora.lora_layers(run.module.model).items():
+    for name, layer in lora.find_lora_layers(run.module.model).items():
         weight = find_linear_weight(layer.get_base_layer(), is_transposed=is_transposed)
         triples[name] = torch.linalg.svd(weight, full_matrices=False)
     assert triples
@@ -111,13 +111,13 @@ def test_the_largest_singular_triples_stay_exact(options, on, build):
 def test_projected_steps_are_those_of_projections_in_the_forward_pass(build):
     run = build("lora", "method.protected_rank=3", "trainer.steps=1")
     module = run.module
-    name, layer = next(iter(lora.lora_layers(module.model).items()))
+    name, layer = next(iter(lora.find_lora_layers(module.model).items()))
     directions = module.protected_directions.named()
     u = directions[f"{name}.out"]
     v = directions[f"{name}.in"]
     projection_out = torch.eye(layer.out_features) - u @ u.T
     projection_in = torch.eye(layer.in_features) - v @ v.T
-    factors = lora.factors_of(layer)
+    factors = lora.get_factors(layer)
     with torch.no_grad():
         factors[1].normal_()
     module.after_update()
@@ -203,7 +203,7 @@ def test_what_is_exported_gives_the_same_logits(method, options, folders, family
     run = build(method, STRONG, "trainer.steps=3", *(f"method.{option}" for option in options), on=family)
     run.learn(0)
     run.learn(1)
-    inputs = inputs_of(run.importance_batches()[0])
+    inputs = select_inputs(run.importance_batches()[0])
     module = run.module
     for exported, package, expected_folders in (("merged", "transformers", []), ("peft", "peft", folders)):
         module.options = replace(module.options, export_format=exported)
@@ -276,8 +276,8 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
     expected = 2 * overlap_by_loops(learned[-1], learned, power=2)
     assert terms["orthogonality"].item() == pytest.approx(expected, rel=1e-3)
     norms = []
-    for layer in lora.lora_layers(module.model).values():
-        norms += [factor.norm().item() for factor in lora.factors_of(layer)]
+    for layer in lora.find_lora_layers(module.model).values():
+        norms += [factor.norm().item() for factor in lora.get_factors(layer)]
     assert terms["norm"].item() == pytest.approx(0.5 * sum(norms), rel=1e-4)
 
     module.zero_grad()
@@ -328,7 +328,7 @@ def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
     run = build("nlora", STRONG, *options)
     run.learn(0)
     run.learn(1)
-    layers = lora.lora_layers(run.module.model)
+    layers = lora.find_lora_layers(run.module.model)
     assert all(lora.has_earlier(layer) for layer in layers.values())
 
     adapter_weights = clone_adapter_weights(run.module)
@@ -355,14 +355,14 @@ def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
     [batch] = run.batches()
     assert "attention_mask" not in batch
     mask.sums.zero_()
-    name, layer = next(iter(lora.lora_layers(run.module.model).items()))
+    name, layer = next(iter(lora.find_lora_layers(run.module.model).items()))
     passed = []
     layer.register_forward_hook(lambda module, args, output: passed.extend((args[0], output)))
     with mark_recorded([mask]):
         run.module.objective.nll(run.module.model.eval(), batch)
 
     x, layer_output = passed
-    inner = x @ lora.factors_of(layer)[0].T
+    inner = x @ lora.get_factors(layer)[0].T
     if "moelora" in method:
         inner = inner * layer.router(x).float().softmax(-1).repeat_interleave(2, -1)
     names = [projection.name for projection in mask.projections]
@@ -402,7 +402,7 @@ def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt, s
 
     model = run.module.model
     first_pair = clone_adapter_weights(run.module)
-    first_key = router_of(model).key.detach().clone()
+    first_key = find_router(model).key.detach().clone()
     before = run.weights()
     run.learn(1)
     after = run.weights()
@@ -410,15 +410,15 @@ def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt, s
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert changed == trained == {name for name in before if ".default." in name or "pair_router" in name}
 
-    assert torch.equal(router_of(model).earlier, first_key)
-    for name, layer in lora.lora_layers(model).items():
-        for half, earlier in zip("AB", lora.factors_of(layer, "earlier"), strict=True):
+    assert torch.equal(find_router(model).earlier, first_key)
+    for name, layer in lora.find_lora_layers(model).items():
+        for half, earlier in zip("AB", lora.get_factors(layer, "earlier"), strict=True):
             assert torch.equal(earlier, first_pair[f"{name}.lora_{half}.default.weight"])
 
 
 def test_keys_start_as_released_and_train_at_a_rate_of_their_own(sapt):
     run = sapt("trainer.steps=1", "method.key_rate=0.25")
-    router = router_of(run.module.model)
+    router = find_router(run.module.model)
     for number in (0, 1):
         run.learn(number)
         groups = run.module.trainer.optimizers[0].param_groups
@@ -437,7 +437,7 @@ def test_texts_of_earlier_domains_are_kept_with_their_pairs(sapt):
     run.learn(0)
     assert [attention.tolist() for attention in run.module.mean_attention] == [[1.0]]
     run.learn(1)
-    router = router_of(run.module.model)
+    router = find_router(run.module.model)
     batch = run.batches()[0] | {"domains": ROWS}
     term = run.module.losses(batch)["reflection"]
     first_domain_log_attention = router.row_log_weights[batch["domains"] == 0]
@@ -460,7 +460,7 @@ def test_mocl_pulls_the_new_key_to_new_texts(sapt):
     run = sapt(*MOCL, "method.strength=3")
     for number in (0, 1):
         run.learn(number)
-    router = router_of(run.module.model)
+    router = find_router(run.module.model)
     batch = run.batches()[0] | {"domains": ROWS}
     term = run.module.losses(batch)["matching"]
     new = router.cosines[:, 0, 1][batch["domains"] == 1]

@@ -12,7 +12,7 @@ from cpt.adapters.gates import anneal
 from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod
-from cpt.methods.hat import norms_of
+from cpt.methods.hat import list_norm_parameters
 from tests.methods.test_lifelong_moe import First
 from tests.support.forward_passes import token_nll
 from tests.support.method_fixtures import (
@@ -246,7 +246,7 @@ def test_an_expert_begins_as_the_nearest(options, family, source, build):
 
 def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
     run = build("cpt_plugin")
-    names = norms_of(run.module.model)
+    names = list_norm_parameters(run.module.model)
 
     def norms(weights):
         return clone_tensors({name: weights[name] for name in names})

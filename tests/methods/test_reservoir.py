@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import UNSCORED, Rows, labels_of, select_row
+from cpt.data.collate import UNSCORED, Rows, place_labels, select_row
 from cpt.data.sampler import TrainStream
 from cpt.methods.reservoir import AGEM, Reference, Reservoir, inner_product, solve
 from cpt.models.objectives import Span
@@ -261,7 +261,7 @@ def test_the_losses_are_those_of_the_paper(matched, family, build):
         replayed_nll += functional.cross_entropy(logits, targets, reduction="none").tolist()
     batch = stream[1]
     losses = []
-    for ids, labels in zip(batch["input_ids"], labels_of(batch), strict=True):
+    for ids, labels in zip(batch["input_ids"], place_labels(batch), strict=True):
         logits, _ = scored_outputs(module, ids, labels, len(ids))
         losses.append(functional.cross_entropy(logits, labels[labels != UNSCORED]).item())
 

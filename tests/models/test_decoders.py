@@ -129,7 +129,7 @@ def test_all_linear_leaves_out_what_kernels_of_mamba_read():
             lora.find_targets(model, targets)
 
     lora.attach_lora(model, r=2, alpha=4, dropout=0.0, targets="all-linear", embeddings=False)
-    assert set(lora.lora_layers(model)) == set(names)
+    assert set(lora.find_lora_layers(model)) == set(names)
 
 
 def test_a_tuner_is_not_put_where_a_kernel_reads_the_weight():

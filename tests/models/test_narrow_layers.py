@@ -17,8 +17,8 @@ from cpt.models.narrow_layers import (
     NarrowLayer,
     compute_dtype,
     copy_trainable,
+    find_hidden_dtype,
     find_narrow_weights,
-    hidden_dtype,
     make_narrow,
     make_narrow_class,
     widen,
@@ -122,7 +122,7 @@ def test_matrices_become_narrow_tied_ones_once_and_wide_again(decoder):
     assert {p.ndim for p in decoder.parameters() if p.dtype == torch.bfloat16} == {2}
     assert all(p.dtype == torch.float32 for p in decoder.parameters() if p.ndim == 1)
     assert decoder.lm_head.weight is decoder.get_input_embeddings().weight
-    assert torch.equal(decoder(ids).logits, expected) and hidden_dtype(decoder) == torch.float32
+    assert torch.equal(decoder(ids).logits, expected) and find_hidden_dtype(decoder) == torch.float32
     assert len(find_narrow_weights(decoder)) == 2 * 7 + 1
 
     copied = copy_trainable(decoder)

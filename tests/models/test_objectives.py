@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
+from cpt.data.collate import UNSCORED, Rows, Sizes, place_labels
 from cpt.data.corpus import make_corpus
 from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
@@ -52,7 +52,7 @@ def find_text(rows):
 
 def find_scored(batch):
     """The columns of each row's labels."""
-    return [np.flatnonzero(labels != UNSCORED).tolist() for labels in labels_of(batch).numpy()]
+    return [np.flatnonzero(labels != UNSCORED).tolist() for labels in place_labels(batch).numpy()]
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.15, 0.99])
@@ -70,7 +70,7 @@ def test_masks_are_of_text_alone_counted_ahead_and_the_same_in_any_batch(rate):
     assert {0, 1} <= set(counts.tolist())
     assert objective.scorable(sizes) is sizes.text
 
-    labels = labels_of(batch).numpy()
+    labels = place_labels(batch).numpy()
     inputs = batch["input_ids"].numpy()
     is_scored = labels != UNSCORED  # labels are the ids, and all else is untouched
     assert (labels[is_scored] == rows.ids[is_scored]).all()
@@ -81,7 +81,7 @@ def test_masks_are_of_text_alone_counted_ahead_and_the_same_in_any_batch(rate):
     for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
         part, _ = objective.batch(rows.some(np.array(picked)))
         assert torch.equal(part["input_ids"], batch["input_ids"][picked])
-        assert torch.equal(labels_of(part), labels_of(batch)[picked])
+        assert torch.equal(place_labels(part), place_labels(batch)[picked])
         mask = torch.from_numpy(rows.is_token[picked]).long()
         assert torch.equal(part.get("attention_mask", torch.ones_like(mask)), mask)
 
@@ -97,7 +97,7 @@ def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
     ids = np.random.default_rng(0).integers(0, 100, (3000, 64))
     ids[np.isin(ids, SPECIAL)] = 50
     batch, _ = masked().batch(Rows(ids, np.full(3000, 64), sample_keys(5, np.arange(3000))))
-    is_scored = labels_of(batch).numpy() != UNSCORED
+    is_scored = place_labels(batch).numpy() != UNSCORED
     assert is_scored.mean() == pytest.approx(10 / 64)
     before = ids[is_scored]
     after = batch["input_ids"].numpy()[is_scored]
@@ -244,7 +244,7 @@ def split_sides(batch):
     """The source and the target of each row, without padding."""
     masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     sources = [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], masks, strict=True)]
-    targets = [labels[labels != UNSCORED].tolist() for labels in labels_of(batch)]
+    targets = [labels[labels != UNSCORED].tolist() for labels in place_labels(batch)]
     return list(zip(sources, targets, strict=True))
 
 
@@ -314,7 +314,7 @@ def test_the_loss_is_the_models_own(t5):
         outputs = t5(
             input_ids=batch["input_ids"],
             attention_mask=batch.get("attention_mask"),
-            labels=labels_of(batch),
+            labels=place_labels(batch),
         )
         torch.testing.assert_close(nll.mean(), outputs.loss)
         scored_batch, _ = span().scoring.batch(draw_rows(lengths))

@@ -13,7 +13,7 @@ from torch.nn import functional
 from cpt.adapters import lora, plain_model
 from cpt.models.loading import load_model
 from cpt.models.original_weights import MissingWeightError, original_weights
-from cpt.models.quantization import dequantize_layers, quantized_layers
+from cpt.models.quantization import dequantize_layers, find_quantized_layers
 from cpt.models.stored_weights import find_weight_files
 from cpt.models.units import find_projections
 from tests.support.quantized_models import needs_bitsandbytes, save_checkpoint, save_mxfp4, save_stored
@@ -56,7 +56,7 @@ def divide_into_blocks(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 def test_each_weight_but_embedding_and_head_is_the_nearest_value(checkpoint, kind, quantized):
     plain = load_model(checkpoint, "causal")
-    layers = quantized_layers(quantized)
+    layers = find_quantized_layers(quantized)
     linear = {name for name, module in plain.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
     assert {*layers} == linear - {"lm_head"}
     for name, layer in layers.items():
@@ -72,7 +72,7 @@ def test_each_weight_but_embedding_and_head_is_the_nearest_value(checkpoint, kin
 
 
 def test_a_layer_is_that_of_torch_with_the_dequantized_weight(quantized):
-    for layer in quantized_layers(quantized).values():
+    for layer in find_quantized_layers(quantized).values():
         x = torch.randn(3, 5, layer.in_features, requires_grad=True)
         other_x = x.detach().clone().requires_grad_(True)
         weight = layer.dequantize(torch.float32)
@@ -108,18 +108,18 @@ def test_evaluation_changes_no_bit(quantized):
 def test_a_copy_a_cast_and_a_plain_model_compute_the_same(kind, checkpoint, quantized):
     expected = quantized(input_ids=TOKENS).logits
     duplicate = copy.deepcopy(quantized)
-    for layer in quantized_layers(quantized).values():
+    for layer in find_quantized_layers(quantized).values():
         layer.weight.data.zero_()
     assert torch.equal(duplicate(input_ids=TOKENS).logits, expected)
 
     nn.Module.to(duplicate, torch.bfloat16)  # as Lightning does with trainer.precision=bf16-true
-    for name, layer in quantized_layers(duplicate).items():
+    for name, layer in find_quantized_layers(duplicate).items():
         buffers = dict(quantized.get_submodule(name).named_buffers())
         assert buffers and all(torch.equal(buffers[key], value) for key, value in layer.named_buffers())
 
     plain = load_model(checkpoint, "causal", quantization=kind).eval()
     dequantize_layers(plain, torch.float32)
-    assert not quantized_layers(plain)
+    assert not find_quantized_layers(plain)
     assert {type(module) for module in plain.modules()} == {
         type(module) for module in load_model(checkpoint, "causal").modules()
     }
@@ -132,10 +132,10 @@ def test_adapters_are_merged_in_32_bits_into_the_dequantized_weights(quantized):
     for name in scope.names:
         quantized.get_parameter(name).normal_(std=0.1)
     expected = quantized(input_ids=TOKENS).logits
-    merged = plain_model.without_tuners(quantized)
+    merged = plain_model.copy_without_tuners(quantized)
     torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
     assert all(parameter.requires_grad for parameter in merged.parameters())
-    unmerged = plain_model.without_tuners(quantized, merged=False)
+    unmerged = plain_model.copy_without_tuners(quantized, merged=False)
     quantized.base_model.apply(lambda module: setattr(module, "_disable_adapters", True))
     torch.testing.assert_close(
         unmerged(input_ids=TOKENS).logits, quantized(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-5
@@ -184,7 +184,7 @@ def test_weights_that_are_stored_so_are_loaded_as_they_are(stored_kind, checkpoi
     expected = (
         load_model(checkpoint, "causal", quantization=stored_kind).eval() if stored_kind != "fp4" else None
     )
-    assert len(quantized_layers(stored)) in (8, 14)
+    assert len(find_quantized_layers(stored)) in (8, 14)
     if expected is not None:
         torch.testing.assert_close(
             stored(input_ids=TOKENS).logits, expected(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-5
@@ -197,7 +197,7 @@ def test_mxfp4_is_dequantized_when_it_is_loaded(tmp_path):
     for name, weight in experts.items():
         parameter = model.get_parameter(name)
         assert parameter.requires_grad and torch.equal(parameter.detach(), weight), name
-    assert not quantized_layers(model) and not hasattr(model.config, "quantization_config")
+    assert not find_quantized_layers(model) and not hasattr(model.config, "quantization_config")
     model.save_pretrained(tmp_path / "again")
     assert "quantization_config" not in (tmp_path / "again/config.json").read_text()
 

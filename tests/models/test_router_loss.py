@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cpt.data.collate import Sharing, inputs_of
+from cpt.data.collate import Sharing, select_inputs
 from cpt.models.activation_checkpointing import checkpoint_activations
 from cpt.models.objectives import Causal
 from cpt.models.router_loss import (
@@ -33,7 +33,7 @@ def test_the_loss_is_that_of_transformers_without_padding(model_type):
     model = build_mixture(model_type)
     batch = padded_batch()
     terms, _ = record(model, batch, RouterWeights(0.5))
-    expected = model(**inputs_of(batch), output_router_logits=True).aux_loss
+    expected = model(**select_inputs(batch), output_router_logits=True).aux_loss
     assert list(terms) == ["router_balance"]
     assert terms["router_balance"].item() == pytest.approx(0.5 * expected.item(), rel=1e-6)
 
@@ -56,7 +56,7 @@ def test_the_z_loss_is_the_mean_over_tokens_and_routers():
     model = build_mixture("mixtral")
     batch = padded_batch()
     terms, _ = record(model, batch, RouterWeights(0, 0.1))
-    logits = model(**inputs_of(batch), output_router_logits=True).router_logits
+    logits = model(**select_inputs(batch), output_router_logits=True).router_logits
     is_token = batch["attention_mask"].flatten().bool()
     squares = torch.cat([layer[is_token].logsumexp(-1) ** 2 for layer in logits])
     assert list(terms) == ["router_z"]

@@ -9,7 +9,7 @@ from cpt.core.config import EXECUTION
 from cpt.reporting import compare, findings
 from cpt.reporting.comparability import REPRESENTED, is_compared, read_base_hash
 from cpt.reporting.load_runs import measure_runs
-from cpt.reporting.sections import build_sections, differing_settings
+from cpt.reporting.sections import build_sections, find_differing_settings
 from cpt.reporting.tex import write_tables
 from tests.support.example_runs import CONDITIONS, NLL, make_run, make_section, save_run
 
@@ -169,7 +169,7 @@ def test_auto_counts_as_what_it_became(tmp_path):
         save_run(tmp_path / str(i), seed=i, config=config, numerics=run_numerics)
         for i, run_numerics in enumerate(numerics)
     ]
-    assert differing_settings(runs) == ["trainer.precision"]
+    assert find_differing_settings(runs) == ["trainer.precision"]
     sizes = {group.name: len(group.runs) for group in make_section(runs).groups}
     assert sizes == {"ncl, trainer.precision=32-true": 2, "ncl, trainer.precision=bf16-mixed": 1}
 

@@ -7,7 +7,7 @@ import pytest
 
 from cpt.reporting import load_runs
 from cpt.reporting.load_runs import filter_runs, measure_runs
-from cpt.reporting.sections import build_sections, differing_settings
+from cpt.reporting.sections import build_sections, find_differing_settings
 from tests.support.example_runs import CONDITIONS, DOMAINS, NLL, make_run, make_section, save_run, save_scores
 
 
@@ -96,7 +96,7 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
         config = {"seed": seed, "trainer": {"steps": steps, "workers": seed}}
         runs.append(save_run(tmp_path / f"{seed}-{steps}", config=config, seed=seed))
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
-    assert differing_settings(runs) == ["trainer.steps"]
+    assert find_differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
     runs = [save_run(tmp_path / str(tree["seed"]), config=tree, seed=tree["seed"]) for tree in configs]
     assert names(runs) == ["ncl"]  # what follows the seed does not

@@ -20,7 +20,7 @@ from cpt.reporting.formats import (
     format_thousandths,
     strip_controls,
 )
-from cpt.reporting.page import Block, align_columns, group_topics, markdown, render_inline, write_page
+from cpt.reporting.page import Block, align_columns, format_markdown, group_topics, render_inline, write_page
 from cpt.reporting.tex import MEASURES_BY_KEY, format_tex_mean
 
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
@@ -105,7 +105,7 @@ def find_inline_types(tokens):
 def test_markdown_shows_names_as_they_are():
     for name in ALL:
         block = Block(title=f"T {name} T", head=["group", name], cells=[[name, f"1 {name}"], ["x", "2"]])
-        text = markdown(block, picture="p.png")
+        text = format_markdown(block, picture="p.png")
         assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
         cells = [token for token in parse_markdown(text) if token.type == "inline"]
         cell_texts = []
@@ -121,7 +121,7 @@ def test_markdown_shows_names_as_they_are():
         assert len(console_text.splitlines()) == 3 and not re.search(
             r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", console_text
         )
-        tokens = parse_markdown(markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
+        tokens = parse_markdown(format_markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
         assert {token.type for token in tokens} <= {"inline", "paragraph_open", "paragraph_close"}
         assert find_inline_types(tokens) <= {"text", "text_special", "code_inline"}
 

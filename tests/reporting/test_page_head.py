@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 
 from cpt.reporting.console import format_scores
 from cpt.reporting.formats import label_run
-from cpt.reporting.page import PageHead, markdown_head, render_html
+from cpt.reporting.page import PageHead, format_markdown_head, render_html
 from cpt.reporting.page_head import describe_run_head, format_parameters
 from cpt.reporting.run_page import write_report
 from tests.support.example_runs import make_scores
@@ -83,7 +83,7 @@ def test_names_in_a_head_are_text():
     html = render_html([], title="t", head=head)
     assert "&lt;b&gt;x" in html and "a=&lt;script&gt;" in html and html.count("<script") == 1
     assert 'href="my%20file%26.csv"' in html
-    facts, command, links = markdown_head(head)
+    facts, command, links = format_markdown_head(head)
     assert facts == "&lt;b>x&lt;/b>" and command == "~~~~bash\npython run.py 'a=<script>'\n~~~~"
     assert links == "Data: [my file&amp;.csv](my%20file%26.csv)"
 

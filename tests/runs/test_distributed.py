@@ -33,7 +33,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from cpt.core.distributed import to_local
 from cpt.data import sampler
-from cpt.data.collate import labels_of
+from cpt.data.collate import place_labels
 from cpt.models import fast_kernels
 from cpt.trainer import stage
 
@@ -43,7 +43,7 @@ made = sampler.TrainStream.__getitem__
 def noted(stream, number):
     batch = made(stream, number)
     with open(f"{out}/batches-{{stream.rank}}.jsonl", "a") as file:
-        rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], labels_of(batch))]
+        rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], place_labels(batch))]
         file.write(json.dumps([list(stream.names), number, rows]) + "\\n")
     return batch
 

@@ -141,7 +141,7 @@ LIBRARIES = """
 import os, signal, sys, types
 from cpt.core.errors import readable_errors
 from cpt.core.preemption import handle_signals
-from cpt.core.sections import load_target, options_class
+from cpt.core.sections import load_target, find_class_options
 
 class Finder:
     \"\"\"Imports the module `compiled` as a compiled one whose initialization a signal stops.\"\"\"
@@ -275,7 +275,7 @@ def test_a_signal_while_libraries_are_read_in(mode):
         "import compiled",
         "try: import compiled\nexcept ImportError: raise RuntimeError('install compiled')",
         "load_target('compiled.Mine')",
-        "options_class('compiled.Mine', section='method')",
+        "find_class_options('compiled.Mine', section='method')",
     ],
 )
 def test_a_signal_while_a_compiled_library_is_initialized_is_no_error_of_an_option(statement):

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cpt.models.loading import load_model
-from cpt.models.quantization import quantized_layers
+from cpt.models.quantization import find_quantized_layers
 from cpt.trainer import check_quantization
 from cpt.trainer.dry_run import estimate
 from cpt.trainer.plan import make_plan
@@ -186,7 +186,7 @@ def test_the_plan_counts_few_bits(kind, config, checkpoint, tmp_path):
     cost = estimate(
         make_plan(config(ONE, "method=lora", f"model.quantization={kind}")), RunDir(tmp_path / "run"), None
     )
-    layers = quantized_layers(load_model(checkpoint, "causal", quantization=kind))
+    layers = find_quantized_layers(load_model(checkpoint, "causal", quantization=kind))
     num_quantized = sum(layer.num_weights for layer in layers.values())
     num_weights = sum(parameter.numel() for parameter in load_model(checkpoint, "causal").parameters())
     in_full = 4 * (num_weights - num_quantized + cost["trained_parameters"])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt.data.collate import Batch, label_batch, labels_of
+from cpt.data.collate import Batch, label_batch, place_labels
 from cpt.models.objectives import Causal
 from cpt.models.weights import swap_weights
 
@@ -41,4 +41,4 @@ def make_batch(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None 
 
 def select_rows(batch: Batch, rows: list[int]) -> Batch:
     mask = batch["attention_mask"][rows] if "attention_mask" in batch else None
-    return make_batch(batch["input_ids"][rows], labels_of(batch)[rows], mask)
+    return make_batch(batch["input_ids"][rows], place_labels(batch)[rows], mask)

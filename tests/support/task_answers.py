@@ -7,9 +7,9 @@ from typing import Any
 from cpt.evaluation.predictions import ANSWER_COLUMNS, answers_file, save_predictions
 from cpt.evaluation.task_metrics import (
     TaskAnswers,
+    build_answer_matrix,
     collect_task,
     compute_metrics,
-    matrix_of,
     summarise_answers,
 )
 
@@ -53,5 +53,5 @@ def save_answers(
         tasks[task] = collect_task(summaries)
 
     scores = {"when": "each", "seconds": 2.5, "tasks": tasks, "intervals": {}, "hash": "d"}
-    metrics = compute_metrics(matrix_of(scores), rows=rows, tasks=list(tasks))
+    metrics = compute_metrics(build_answer_matrix(scores), rows=rows, tasks=list(tasks))
     return scores | {"metrics": {name: float(value) for name, value in metrics.items()}}

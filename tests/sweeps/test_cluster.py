@@ -369,7 +369,7 @@ class FakeExecutor:
 def run_sweep(tmp_path, monkeypatch):
     """A launcher whose sweep has so many jobs, without a config of their own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher, "job_command", lambda config: ["run.py"])
+    monkeypatch.setattr(launcher, "format_sweep_command", lambda config: ["run.py"])
     monkeypatch.setattr(launcher, "SlurmQueue", lambda: FakeQueue({}))
 
     def run(num_jobs, **options):
@@ -498,7 +498,7 @@ def launch_locally(small, corpora, cache, tmp_path, monkeypatch):
     """Launches a sweep by submitit's executor on this machine, whose jobs do what TASK says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run.py"])
-    monkeypatch.setattr(launcher, "job_command", lambda config: [sys.executable, "-S", "-c", TASK])
+    monkeypatch.setattr(launcher, "format_sweep_command", lambda config: [sys.executable, "-S", "-c", TASK])
     shared = [
         "domains=texts",
         f"domains.root={corpora}",
@@ -551,7 +551,7 @@ def test_jobs_of_a_submitter_that_died_are_waited_for(launch_locally, tmp_path, 
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run.py"])
-    monkeypatch.setattr(launcher, "job_command", lambda config: pytest.fail("submitted again"))
+    monkeypatch.setattr(launcher, "format_sweep_command", lambda config: pytest.fail("submitted again"))
     (job,) = LocalQueue().active()
     monkeypatch.setattr(Collector, "wait", end_jobs)
     with pytest.raises(SystemExit) as system_exit:

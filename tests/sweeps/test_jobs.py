@@ -31,10 +31,10 @@ from cpt.sweeps.jobs import (
     Job,
     compose_jobs,
     divide_machine,
+    list_visible_gpus,
     start_process,
     summarize_jobs,
     take_out_secrets,
-    visible_gpus,
 )
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals, run_all
 from cpt.sweeps.progress import JobProgress
@@ -253,7 +253,9 @@ if "seed=5" not in sys.argv:
 @pytest.fixture
 def cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    monkeypatch.setattr("cpt.sweeps.launcher.job_command", lambda config: [sys.executable, "-S", "-c", TASK])
+    monkeypatch.setattr(
+        "cpt.sweeps.launcher.format_sweep_command", lambda config: [sys.executable, "-S", "-c", TASK]
+    )
     return ClusterLauncher(through=f"{__name__}.Cluster", extra="slurm", options={"nodes": 1})
 
 
@@ -282,7 +284,7 @@ def test_a_job_that_ends_well_without_a_finished_run_or_cannot_start_has_failed(
     (result,) = sweep.launch(cluster, "seed=5")
     assert result.status is JobStatus.FAILED
     assert "scores.json in its folder is not that of a finished run" in str(result._return_value)
-    monkeypatch.setattr("cpt.sweeps.launcher.job_command", lambda config: ["no such program"])
+    monkeypatch.setattr("cpt.sweeps.launcher.format_sweep_command", lambda config: ["no such program"])
     (result,) = sweep.launch(cluster, "seed=2")
     assert "failed (lost): [Errno 2] No such file" in str(result._return_value)
 
@@ -506,7 +508,7 @@ def test_gpus_are_divided(nvidia_smi, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
     assert gpus(devices=1) == ["3", "GPU-7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert visible_gpus() == []
+    assert list_visible_gpus() == []
 
 
 def test_cores_are_divided_and_threads_that_the_user_has_set_stay(nvidia_smi, monkeypatch):

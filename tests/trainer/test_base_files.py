@@ -74,7 +74,7 @@ def test_the_files_of_a_name_on_the_hub_are_those_of_its_cache(tmp_path, target,
     make_base(snapshot, model_type="bert")
     (target / "config.json").write_bytes((snapshot / "config.json").read_bytes())
     monkeypatch.setattr(
-        base_files, "checkpoint_files", lambda name: {"config.json": snapshot / "config.json"}
+        base_files, "list_checkpoint_files", lambda name: {"config.json": snapshot / "config.json"}
     )
     save_tokenizer(load_tokenizer(snapshot), base="someone/model", folder=target)
     copy_generation_config(base="someone/model", folder=target)

@@ -13,7 +13,7 @@ from cpt import verify
 from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
 from cpt.gradient_masks.base import GradientMask
 from cpt.trainer.callbacks import CustomCallbacks, shorten_requirements
-from cpt.trainer.protected_movement import protected_shares
+from cpt.trainer.protected_movement import compute_protected_shares
 from tests.runs.reading import assert_same_bits, read_scores, same_state, start_and_kill, state_of
 from tests.support.method_fixtures import DROPOUT, load_model_weights
 
@@ -98,13 +98,13 @@ def test_the_leak_is_the_protected_share_of_the_squared_movement():
     initial_weights = {"weight": model.weight.detach().clone()}
     with torch.no_grad():
         model.weight += torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
-    leak, random_share = protected_shares(method, initial_weights, seed=0)
+    leak, random_share = compute_protected_shares(method, initial_weights, seed=0)
     assert leak == pytest.approx(1 / 9)  # squared movement: 1 in the protected row, 4 + 4 in the other
     assert 0.1 < random_share < 0.9  # half of the weights are protected
 
     # Weights that have not moved have no shares.
     current_weights = {"weight": model.weight.detach().clone()}
-    assert protected_shares(method, current_weights, seed=0) == []
+    assert compute_protected_shares(method, current_weights, seed=0) == []
 
 
 SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0 method.normalize=rank"

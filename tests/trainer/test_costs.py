@@ -24,9 +24,9 @@ from cpt.trainer.costs import (
     CPU_ATTENTION_COUNTS,
     CostMonitor,
     OperationCounter,
-    added_state_bytes,
-    original_names,
-    stored_bytes,
+    count_added_state_bytes,
+    count_stored_bytes,
+    find_original_names,
 )
 from cpt.trainer.lightning import make_trainer
 from tests.conftest import ROOT
@@ -38,16 +38,18 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 def test_what_is_attached_and_what_is_kept_counts_once_and_the_models_own_weights_do_not():
     method = nn.Module()
     method.model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
-    model_names = original_names(method.model)
+    model_names = find_original_names(method.model)
     assert (
-        stored_bytes(method.state_dict(), model_names) == added_state_bytes(method, method.state_dict()) == 0
+        count_stored_bytes(method.state_dict(), model_names)
+        == count_added_state_bytes(method, method.state_dict())
+        == 0
     )
     method.model.roberta.add_module("adapter", nn.Linear(16, 4))
     method.register_buffer("copy", torch.zeros(10))
     method.register_buffer("again", method.copy)
     method.register_buffer("passing", torch.zeros(99), persistent=False)
-    assert stored_bytes(method.state_dict(), model_names) == 4 * (16 * 4 + 4 + 10)
-    assert added_state_bytes(method, method.state_dict()) == 4 * (16 * 4 + 4 + 10 + 99)
+    assert count_stored_bytes(method.state_dict(), model_names) == 4 * (16 * 4 + 4 + 10)
+    assert count_added_state_bytes(method, method.state_dict()) == 4 * (16 * 4 + 4 + 10 + 99)
 
 
 class Two(nn.Module):

@@ -14,9 +14,9 @@ from cpt.evaluation.predictions import (
     ANSWER_COLUMNS,
     SOURCE,
     answers_file,
-    answers_of,
     endtask_file,
     load_predictions,
+    parse_answer_table,
     save_predictions,
 )
 from cpt.evaluation.task_metrics import MEASURES
@@ -54,7 +54,9 @@ def run_with_answers(small_gpt2, tasks_folder, start):
 
 
 def read(folder, task):
-    return answers_of(*load_predictions(answers_file(folder, task), ANSWER_COLUMNS, optional=[SOURCE]))
+    return parse_answer_table(
+        *load_predictions(answers_file(folder, task), ANSWER_COLUMNS, optional=[SOURCE])
+    )
 
 
 def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(

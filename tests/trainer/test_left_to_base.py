@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpt.core.tensors import load_tensors
-from cpt.models.vocabulary import vocabulary_tables
+from cpt.models.vocabulary import find_vocabulary_tables
 from cpt.trainer.build import find_loaded_names
 from tests.runs.reading import start_and_kill
 from tests.support.campaign import run_few
@@ -81,7 +81,7 @@ def test_computed_rows_and_heads_are_not_left_to_the_base(small):
     everything = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert find_loaded_names(run.plan, base, model) == everything
     base.resize = True
-    tables = {id(table) for table in vocabulary_tables(model)}
+    tables = {id(table) for table in find_vocabulary_tables(model)}
     computed = {name for name in everything if id(model.get_parameter(name)) in tables}
     assert computed and find_loaded_names(run.plan, base, model) == everything - computed
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpt.adapters.lora import attach_lora
-from cpt.data.collate import inputs_of
+from cpt.data.collate import select_inputs
 from cpt.models.units import find_projections, find_units
 from cpt.trainer.log_experts import log_adapter_reach, log_experts, log_kernel_layers
 from tests.support.decoders import build_decoder
@@ -43,7 +43,7 @@ def record_terms(run, monkeypatch):
     def observe(batch):
         terms = losses(batch)
         with torch.no_grad():
-            expected = run.module.model(**inputs_of(batch), output_router_logits=True).aux_loss
+            expected = run.module.model(**select_inputs(batch), output_router_logits=True).aux_loss
         recorded.append((expected.item(), len(batch["input_ids"]) / float(batch["mean_rows"])))
         return terms
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core import memory
-from cpt.core.config import identity, plain_config
+from cpt.core.config import identity, make_plain_config
 from cpt.core.errors import find_reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
@@ -29,7 +29,7 @@ from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import log_awaited_processes, prepare_run, warn_of_cpu_processes
 from cpt.trainer.read_config import read_sections
-from cpt.trainer.run_dir import RunDir, checkpoint_files
+from cpt.trainer.run_dir import RunDir, list_checkpoint_files
 from tests.conftest import ROOT
 from tests.runs.reading import read_scores
 from tests.support.data_fixtures import tokenizer_with_template
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_reported(checkpoint, sm
         (checkpoint / name).unlink()
     for name in ("notes.json", "chat_template.bak"):  # which nothing reads
         (checkpoint / name).mkdir()
-        assert name not in checkpoint_files(str(checkpoint))
+        assert name not in list_checkpoint_files(str(checkpoint))
         check_file_kinds(checkpoint, key="model.name_or_path")
         (checkpoint / name).rmdir()
 
@@ -470,7 +470,7 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
         OmegaConf.update(cfg, missing, GIVEN.get(missing, "given"))
     if choice == "drift" and group == "budget":  # a budget needs a bound
         cfg.budget.general = 0.1
-    assert identity(plain_config(cfg))
+    assert identity(make_plain_config(cfg))
     if cfg.domains.get("root") == "given":  # not here
         cfg.domains = composed().domains
     assert read_sections(cfg)

@@ -29,12 +29,12 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
 from cpt.contrib.generative_replay.options import GeneratedReplay
-from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
+from cpt.core.cache import discard, find_artifact_damage, finish_artifact, make_once
 from cpt.core.config import digest
 from cpt.core.distributed import barrier, gather_objects, leave_together
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import read_checked_json, write_atomically, write_checked_json
-from cpt.core.heartbeat import progress_bar
+from cpt.core.heartbeat import make_progress_bar
 from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.randomness import draw_uniforms, key, permute, sample_keys
@@ -43,12 +43,12 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
 from cpt.data.packers import ConcatPacker, PackedRows
-from cpt.data.packing import Packed, padding_id
+from cpt.data.packing import Packed, find_padding_id
 from cpt.data.replay import ReplayPool, ReplaySource, to_fraction
 from cpt.data.separator import find_default_end
 from cpt.data.sources.base import GENERAL
 from cpt.data.sources.examples import Example
-from cpt.data.text_encoder import frame_of
+from cpt.data.text_encoder import find_frame
 from cpt.data.text_format import TextFormat
 from cpt.data.token_rows import COLUMNS, COLUMNS_WITH_STARTS, ArrowRows
 from cpt.evaluation.predictions import file_name
@@ -138,7 +138,7 @@ class TextWriter(ReplaySource):
         self.length = base.length
         self.seq2seq = base.seq2seq
         self.text_format: TextFormat = base.text_format
-        self.begin, self.after_text = frame_of(self.tokenizer)
+        self.begin, self.after_text = find_frame(self.tokenizer)
         end = self.end_of_text()
         self.sampling = Sampling(
             temperature=options.temperature, top_p=options.top_p, entries=len(self.tokenizer), end=end
@@ -191,7 +191,7 @@ class TextWriter(ReplaySource):
 
         folder = self.folder / f"{number:03d}-{stage.name}"
         max_rows = self.data.max_replayed(stage)  # by text
-        damage = artifact_damage(folder)
+        damage = find_artifact_damage(folder)
         # The first process decides for all: they write together, and another may see the files later.
         if max_rows and gather_objects(bool(damage))[0]:
             if folder.exists() and is_first_process():
@@ -245,7 +245,7 @@ class TextWriter(ReplaySource):
         committed_counts = gather_objects(files.committed_value if files else None)[0]
         progress = WritingProgress.resume(jobs, committed_counts)
 
-        bar = progress_bar(
+        bar = make_progress_bar(
             f"texts before {stage.name}",
             total=sum(job.tokens_to_write for job in jobs),
             hidden=files is None,
@@ -415,7 +415,7 @@ class TextWriter(ReplaySource):
         return Packed(
             rows=ArrowRows(rows),
             length=self.length,
-            pad=padding_id(self.tokenizer),
+            pad=find_padding_id(self.tokenizer),
             documents=facts["texts"],
             bytes=facts["bytes"],
             packing=self.data.train[text].packing,

@@ -42,7 +42,7 @@ FORMAT = 7  # part of every stamp: raise it when the files that cpt.data.corpus 
 MAX_NAME_BYTES = 200  # names are part of file names
 
 
-def as_expression(pattern: str) -> str | None:
+def parse_expression(pattern: str) -> str | None:
     """The regular expression between slashes; None for a pattern of file names."""
     return pattern[1:-1] if len(pattern) > 2 and pattern[0] == pattern[-1] == "/" else None
 
@@ -54,7 +54,7 @@ def is_domain_lists(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(fits(order, TextList) for order in value)
 
 
-NamePattern = Annotated[Text, Predicate(lambda text: is_pattern(as_expression(text) or ""))]
+NamePattern = Annotated[Text, Predicate(lambda text: is_pattern(parse_expression(text) or ""))]
 NamePatterns = Annotated[
     NamePattern | Annotated[tuple[NamePattern, ...], MinLen(1)] | None,
     Allowed("null, names or patterns like [cs.*,Art], or a regular expression between slashes"),
@@ -209,7 +209,7 @@ class Source(Options, ABC):
             return groups
 
         patterns = [self.only] if isinstance(self.only, str) else self.only
-        expressions = [re.compile(as_expression(pattern) or translate(pattern)) for pattern in patterns]
+        expressions = [re.compile(parse_expression(pattern) or translate(pattern)) for pattern in patterns]
         chosen = {}
         for name, members in groups.items():
             if any(expression.fullmatch(name) for expression in expressions):
@@ -333,7 +333,7 @@ class DocumentSource(Protocol):
     def fingerprint(self, name: str) -> Any: ...
 
 
-def stamp_of(source: DocumentSource, name: str) -> str:
+def make_stamp(source: DocumentSource, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
     members = source.members(name)
     fingerprints: Any = [[member, source.fingerprint(member)] for member in members]

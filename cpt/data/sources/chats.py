@@ -160,7 +160,7 @@ def is_list_of_objects(value: Any) -> bool:
 def list_of_messages(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
     """The messages of a row: a list, or its JSON, as in tables whose cells are texts. Raises BadExampleError
     for anything else."""
-    messages = parsed_json(row.get(key))
+    messages = parse_if_json(row.get(key))
     if messages is None:
         raise BadExampleError(
             f"{where} has no turn of the {ASSISTANT}: no {key!r}. Allowed: {MESSAGES_FORM}", f"no {key}"
@@ -232,14 +232,14 @@ def read_content(message: Mapping[str, Any], where: str, *, has_calls: bool) -> 
     if content is None and has_calls:
         return ""
     if isinstance(content, list):
-        return "".join(text_of_part(part, where) for part in content)
+        return "".join(read_part_text(part, where) for part in content)
     is_number = isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content)
     if not isinstance(content, str) and not is_number:
         raise BadExampleError(f"{where}: 'content' is not text: {content!r:.60}", "content that is not text")
     return str(content)
 
 
-def text_of_part(part: Any, where: str) -> str:
+def read_part_text(part: Any, where: str) -> str:
     """The text of a content part {type: text, text: …}, which vision templates join without a separator.
     Raises BadExampleError for a part that is no text."""
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
@@ -271,8 +271,8 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
     whose arguments are an object; OpenAI stores them as JSON in a text. Raises BadExampleError for calls of
     another form."""
     # OpenAI's older form is one call without a list, and some data sets have a single call without one.
-    calls = parsed_json(message.get("tool_calls")) or []
-    single_call = parsed_json(message.get(FUNCTION_CALL))
+    calls = parse_if_json(message.get("tool_calls")) or []
+    single_call = parse_if_json(message.get(FUNCTION_CALL))
     if not calls and single_call:
         calls = [{"function": single_call}]
     if not isinstance(calls, list):
@@ -287,7 +287,7 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
                 "Allowed: {type: function, function: {name, arguments}}",
                 "a tool call without a name",
             )
-        arguments = parsed_json(function.get("arguments") or {})
+        arguments = parse_if_json(function.get("arguments") or {})
         if arguments is None:  # the text `null`
             arguments = {}
         if not isinstance(arguments, Mapping):
@@ -309,9 +309,9 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
 def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """The tools that a row offers to the assistant: `tools`, or OpenAI's older `functions`. Raises
     BadExampleError for tools of another form."""
-    tools = parsed_json(row.get("tools")) or []
+    tools = parse_if_json(row.get("tools")) or []
     if not tools and row.get("functions"):
-        functions = parsed_json(row["functions"])
+        functions = parse_if_json(row["functions"])
         if isinstance(functions, list):
             tools = [{"type": "function", "function": function} for function in functions]
     if not is_list_of_objects(tools):
@@ -326,7 +326,7 @@ def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
 def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> dict[str, Any]:
     """The further variables that a row gives to the chat template, like `enable_thinking`. Counts those that
     cpt sets itself in `ignored_keys`. Raises BadExampleError where they are not an object."""
-    options = parsed_json(row.get(TEMPLATE_OPTIONS)) or {}
+    options = parse_if_json(row.get(TEMPLATE_OPTIONS)) or {}
     if not isinstance(options, Mapping):
         raise BadExampleError(
             f"{where}: {TEMPLATE_OPTIONS!r} is no object: {options!r:.60}. "
@@ -342,7 +342,7 @@ def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Coun
     return used_options
 
 
-def parsed_json(value: Any) -> Any:
+def parse_if_json(value: Any) -> Any:
     """What a text holds as JSON; anything else, also a text that is not JSON, as it is."""
     if not isinstance(value, str):
         return value

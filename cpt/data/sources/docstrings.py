@@ -138,7 +138,7 @@ def stamp_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Any:
     """The fingerprint of the docstrings of packages."""
     paths: list[Path] = []
     for package in packages:
-        paths += modules(package)
+        paths += find_modules(package)
     return stamp_files(paths)
 
 
@@ -151,14 +151,14 @@ def log_general_docs(reason: str) -> None:
 def read_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Iterator[tuple[str, str]]:
     """(split, document) of the prose of each source file, a blank line between paragraphs; by default the
     general text of sources that have none of their own."""
-    return (("train", "\n\n".join(paragraphs)) for _, paragraphs in documents_by_module(packages))
+    return (("train", "\n\n".join(paragraphs)) for _, paragraphs in read_documents_by_module(packages))
 
 
-def modules(package: str) -> dict[Path, str]:
+def find_modules(package: str) -> dict[Path, str]:
     """The source files of an installed package ("stdlib": Python's) without tests, sorted, each with its
     import name (of Python's own below stdlib). Raises ValueError if there are none."""
     sources = {}
-    for root in package_roots(package):
+    for root in find_package_roots(package):
         paths = [root] if root.is_file() and root.suffix == ".py" else []
         for folder, inner, names in os.walk(root):
             inner[:] = set(inner) - LEFT_OUT_FOLDERS
@@ -174,7 +174,7 @@ def modules(package: str) -> dict[Path, str]:
     return sources
 
 
-def package_roots(package: str) -> list[Path]:
+def find_package_roots(package: str) -> list[Path]:
     """The folders of a package, or the file that it is."""
     if package == "stdlib":
         return [Path(sysconfig.get_paths()["stdlib"])]
@@ -189,24 +189,24 @@ def package_roots(package: str) -> list[Path]:
     return [Path(spec.origin)] if spec.origin and spec.has_location else []
 
 
-def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def read_documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """The module (pandas.core.frame) and the paragraphs of each file, each once; raises ValueError as
     `modules`."""
     # Many docstrings may have the same paragraph: it counts where it is read first.
     seen_paragraphs: set[str] = set()
-    sources = {package: modules(package) for package in packages}  # all of them, before any is read
+    sources = {package: find_modules(package) for package in packages}  # all of them, before any is read
     for package, package_modules in sources.items():
         bar = tqdm(package_modules.items(), desc=f"reading {package}", disable=None, leave=False)
         for path, module in bar:
-            for texts in texts_of_file(path):
-                paragraphs = dict.fromkeys(chain.from_iterable(map(prose, texts)))
+            for texts in read_file_docstrings(path):
+                paragraphs = dict.fromkeys(chain.from_iterable(map(extract_prose, texts)))
                 new_paragraphs = [paragraph for paragraph in paragraphs if paragraph not in seen_paragraphs]
                 seen_paragraphs.update(paragraphs)
                 if sum(len(paragraph.split()) for paragraph in new_paragraphs) >= MIN_DOCUMENT_WORDS:
                     yield module, new_paragraphs
 
 
-def texts_of_file(path: Path) -> list[list[str]]:
+def read_file_docstrings(path: Path) -> list[list[str]]:
     """The docstrings of each document in a file: one document, in the language reference one per topic."""
     try:
         with tokenize.open(path) as file:
@@ -214,13 +214,13 @@ def texts_of_file(path: Path) -> list[list[str]]:
     except (SyntaxError, ValueError):  # an encoding that is unknown or does not hold
         return []
     if path.parts[-2:] != ("pydoc_data", "topics.py"):
-        return [list(docstrings(source))]
+        return [list(extract_docstrings(source))]
     assigned = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
     topics = next(node.value for node in assigned if ast.unparse(node.targets[0]) == "topics")
     return [[topic] for topic in ast.literal_eval(topics).values()]
 
 
-def docstrings(source: str) -> Iterator[str]:
+def extract_docstrings(source: str) -> Iterator[str]:
     """The docstrings of a module, its classes and its functions, in file order; none if it does not parse."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, SyntaxWarning):  # before and since Python 3.12
@@ -247,13 +247,13 @@ def docstrings(source: str) -> Iterator[str]:
             stack += reversed(getattr(node, name, ()))
 
 
-def prose(text: str) -> list[str]:
+def extract_prose(text: str) -> list[str]:
     """The prose paragraphs of one docstring, each on one line and without reST markup."""
-    lines = running_lines(map(str.rstrip, cleandoc(text).splitlines()))
-    return list(filter(is_prose, map(plain_text, paragraphs(lines))))
+    lines = select_running_lines(map(str.rstrip, cleandoc(text).splitlines()))
+    return list(filter(is_prose, map(reduce_to_words, join_paragraphs(lines))))
 
 
-def running_lines(lines: Iterable[str]) -> Iterator[str]:
+def select_running_lines(lines: Iterable[str]) -> Iterator[str]:
     """Lines of a docstring; empty for what is not running text: code blocks, doctests and tables (until a
     blank line), literal blocks and directives (but notes, warnings and version changes), headings,
     references."""
@@ -314,7 +314,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def paragraphs(lines: Iterable[str]) -> Iterator[str]:
+def join_paragraphs(lines: Iterable[str]) -> Iterator[str]:
     """Joins wrapped lines; a blank line, a list item or another indentation starts the next paragraph."""
     current: list[str] = []
     for line in [*lines, ""]:
@@ -343,7 +343,7 @@ def starts_paragraph(line: str, current: Sequence[str]) -> bool:
     return deeper < 0 or not is_continued
 
 
-def plain_text(text: str) -> str:
+def reduce_to_words(text: str) -> str:
     """The text with roles, quotes of code, emphasis, links and simple TeX reduced to their words."""
 
     def plain_math(match: re.Match[str]) -> str:
@@ -374,7 +374,7 @@ def is_prose(text: str) -> bool:
     return is_ended or not (text.endswith(",") or words[-1].lower() in _FUNCTION_WORDS)
 
 
-def subpackages(documents: Iterable[tuple[str, Sequence[str]]]) -> dict[str, str]:
+def find_subpackages(documents: Iterable[tuple[str, Sequence[str]]]) -> dict[str, str]:
     """The first-level sub-package of each module, by the paragraphs of each; one that holds more than half of
     all paragraphs is divided into its own, as pandas.core is."""
     num_paragraphs = Counter[tuple[str, ...]]()  # by the first components of a module's name
@@ -396,7 +396,7 @@ def subpackages(documents: Iterable[tuple[str, Sequence[str]]]) -> dict[str, str
     return labels
 
 
-def names_in(labels: Iterable[str]) -> re.Pattern[str]:
+def compile_label_pattern(labels: Iterable[str]) -> re.Pattern[str]:
     """What matches the names in labels, as words or as words of an identifier."""
     escaped: set[str] = set()
     for label in labels:
@@ -405,19 +405,19 @@ def names_in(labels: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(?<![^\W_])(?:{'|'.join(names)})(?![^\W_])", re.IGNORECASE)
 
 
-def package_task(name: str) -> Iterator[RawExample]:
+def make_package_task(name: str) -> Iterator[RawExample]:
     """First paragraphs of docstrings with their package or part of one, whose names are blanked out."""
     labelled: list[tuple[str, str]] = []  # paragraph, label
     for package in TASK_PACKAGES[name]:
-        summaries = package_summaries(package)
-        labels = subpackages((module, [text]) for module, text in summaries)
+        summaries = list_package_summaries(package)
+        labels = find_subpackages((module, [text]) for module, text in summaries)
         for module, text in summaries:
             label = package if name == "package" else labels[module].rpartition(".")[2]
             labelled.append((text, label))
 
     sizes = Counter(label for _, label in labelled)
     classes = sorted(label for label, _ in sizes.most_common(TASK_CLASSES))
-    class_names = names_in(classes)
+    class_names = compile_label_pattern(classes)
     num_examples = Counter[str]()
     for text, label in sorted(labelled, key=lambda example: key("package task", *example)):
         num_examples[label] += 1
@@ -426,14 +426,14 @@ def package_task(name: str) -> Iterator[RawExample]:
 
 
 @cache
-def package_summaries(package: str) -> list[tuple[str, str]]:
+def list_package_summaries(package: str) -> list[tuple[str, str]]:
     """The module and the first paragraph of each docstring of a package, each paragraph once."""
     module_of_summary: dict[str, str] = {}
-    bar = tqdm(modules(package).items(), desc=f"reading {package}", disable=None, leave=False)
+    bar = tqdm(find_modules(package).items(), desc=f"reading {package}", disable=None, leave=False)
     for path, module in bar:
-        for text in chain.from_iterable(texts_of_file(path)):
+        for text in chain.from_iterable(read_file_docstrings(path)):
             lines = map(str.rstrip, cleandoc(text).splitlines())
-            summary = plain_text(next(paragraphs(lines), ""))
+            summary = reduce_to_words(next(join_paragraphs(lines), ""))
             if len(summary.split()) >= MIN_SUMMARY_WORDS:
                 module_of_summary.setdefault(summary, module)
     return [(module, summary) for summary, module in module_of_summary.items()]

@@ -109,7 +109,7 @@ def find_compression(path: Path) -> str:
     return suffix if suffix in COMPRESSED_SUFFIXES else ""
 
 
-def bare_name(path: Path) -> str:
+def remove_suffixes(path: Path) -> str:
     """A file's name without its suffixes of kind and compression."""
     return Path(path.stem).stem if find_compression(path) else path.stem
 
@@ -120,7 +120,7 @@ def split_words(name: str) -> list[str]:
     return [SPLIT_WORDS[word.lower()] for word in SPLIT_WORD.findall(name)]
 
 
-def split_of(path: Path) -> str | None:
+def find_split(path: Path) -> str | None:
     """The split that the names of a file and its folders say, given a path below the folder of the text;
     None for none. Where they say several, the first that is held out: test text is not trained on."""
     splits: list[str] = []
@@ -132,7 +132,7 @@ def split_of(path: Path) -> str | None:
     return "train" if splits else None
 
 
-def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
+def find_splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
     """The splits of a data set by what their whole names say. Next to `train` and `test` themselves, others
     that say the same, like `eval`, are not among them."""
     by_split: dict[str, list[str]] = {}
@@ -233,10 +233,10 @@ class UnknownKindError(UnusableFileError):
             f"{subject}. Allowed: {' '.join(SUFFIXES)}, also {' '.join(COMPRESSED_SUFFIXES)}: "
             "convert what is text to one of these"
         )
-        super().__init__(message, patterns=patterns_of(paths))
+        super().__init__(message, patterns=make_ignore_patterns(paths))
 
 
-def patterns_of(paths: Sequence[Path]) -> list[str]:
+def make_ignore_patterns(paths: Sequence[Path]) -> list[str]:
     """The patterns that leave out files and others of their kinds, most often several."""
     patterns = []
     for path in paths:
@@ -263,7 +263,7 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
     # What is not text is left out only where its purpose is known: else data would be missing unnoticed.
     files = FolderFiles()
     paths = sorted(walk(folder, ignored=ignored, hidden=files.hidden))
-    listed = saved_files(paths)
+    listed = find_saved_files(paths)
     has_tables = any(find_suffix(path) in TABLE_SUFFIXES for path in paths)
     unknown_kinds: list[Path] = []
 
@@ -293,7 +293,7 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
     return files
 
 
-def saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
+def find_saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
     """The names of the data files by folder, of folders that `save_to_disk` has written: others next to them
     are caches of datasets. Raises ValueError for a damaged list, and for a data file that is missing."""
     states = [path for path in paths if path.name == SAVED_STATE and (path.parent / SAVED_INFO).is_file()]
@@ -370,7 +370,7 @@ def describe_named_splits(folder: Path, paths: Iterable[Path]) -> str:
     ambiguous: list[Path] = []
     for path in paths:
         relative = path.relative_to(folder)
-        split = split_of(relative)
+        split = find_split(relative)
         counts[split or "train"] += 1
         if split is None:
             num_unnamed += 1

@@ -13,14 +13,14 @@ import pyarrow as pa
 from annotated_types import Predicate
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.messages import count_noun
 from cpt.core.schema import Allowed, Count, Options, Text, config, fits, option, read_options
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
-from cpt.data.sources.files import find_cause_message, splits_by_name, stamp_files
-from cpt.data.sources.readers import Oddities, clean_documents, column_texts
+from cpt.data.sources.files import find_cause_message, find_splits_by_name, stamp_files
+from cpt.data.sources.readers import Oddities, clean_documents, select_column_texts
 
 log = logging.getLogger(__name__)
 # RuntimeError: a script; ImportError: a column that needs a package to be decoded.
@@ -162,7 +162,7 @@ class Hub(Source):
             split_rows = open_split(load, split_name, option=option, split_names=split_names)
             shown_rows = name_row_errors(self.progress(position, split_rows), section=section, path=path)
             rows = ((position, row) for row in shown_rows)
-            texts = column_texts(rows, entry.get("column") or self.column, partial(reject_record, bad))
+            texts = select_column_texts(rows, entry.get("column") or self.column, partial(reject_record, bad))
             documents = clean_documents(texts, position, oddities=oddities)
             for text in islice(documents, max_documents):
                 num_read += 1
@@ -183,7 +183,7 @@ class Hub(Source):
     def progress(self, position: str, rows: Iterable[Any]) -> Iterator[Any]:
         """Rows with a progress bar."""
         total = len(rows) if isinstance(rows, Sized) else None
-        with progress_bar(
+        with make_progress_bar(
             f"reading {position}", total=total, unit=" rows", scale=True, hidden=False, delay=DELAY
         ) as bar:
             for row in rows:
@@ -194,7 +194,7 @@ class Hub(Source):
         entry = self.entry(name)
         if entry is None:
             return stamp_docs()
-        values = [self.column, entry, stamp_files(local_files(entry))]
+        values = [self.column, entry, stamp_files(find_local_files(entry))]
         # Only with `skip` may a text lack some of its examples.
         if self.on_bad_example == "skip":
             values.append(self.on_bad_example)
@@ -209,7 +209,7 @@ class Hub(Source):
         return {**entry, "path": os.path.expanduser(entry["path"])}
 
 
-def local_files(entry: Mapping[str, Any]) -> Iterator[Path]:
+def find_local_files(entry: Mapping[str, Any]) -> Iterator[Path]:
     """The files on this machine that an entry names: by its path, then by `data_files`."""
     paths = [entry["path"]]
     for patterns in (split_files(entry) or {}).values():
@@ -224,7 +224,7 @@ def local_files(entry: Mapping[str, Any]) -> Iterator[Path]:
 def choose_splits(path: str, names: Sequence[str]) -> dict[str, str]:
     """The names of a data set's splits by train, valid and test. Raises ValueError where none has such a
     name, or several have the same meaning."""
-    by_split = splits_by_name(names)
+    by_split = find_splits_by_name(names)
     if not by_split or any(len(synonyms) > 1 for synonyms in by_split.values()):
         raise ValueError(
             f"domains.catalogue: {path} has the splits {', '.join(names)}. "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.messages import count_noun, log_once
 from cpt.core.schema import BelowOne, Count, Options, Positive, Text, config, option
 from cpt.data.sources.base import EXAMPLES, TEXT
@@ -32,10 +32,10 @@ from cpt.data.sources.files import (
     PLAIN_SUFFIXES,
     SUFFIXES,
     NoTextFileError,
+    find_split,
     find_suffix,
     find_text_files,
     naming_file,
-    split_of,
     stamp_files,
 )
 from cpt.data.sources.hub import describe_library_error, open_set
@@ -44,9 +44,9 @@ from cpt.data.sources.readers import (
     Row,
     choose_unit,
     clean_documents,
-    column_texts,
     read_file_documents,
-    table_rows,
+    read_file_rows,
+    select_column_texts,
 )
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,9 @@ class MixedReader:
         options = self.options
         reject = partial(reject_record, bad)
         if not options.is_local:
-            texts = column_texts(self.hub_rows(), options.column, reject, option=f"{self.section}.column")
+            texts = select_column_texts(
+                self.hub_rows(), options.column, reject, option=f"{self.section}.column"
+            )
             yield from clean_documents(texts, options.path, oddities=oddities)
             return
 
@@ -258,7 +260,7 @@ class MixedReader:
             if find_suffix(path) in PLAIN_SUFFIXES:
                 raise ValueError(f"{path} is no table of chats. Allowed: a table with {MESSAGES}")
             with naming_file(path):
-                yield from table_rows(path, reject=partial(reject_record, bad))
+                yield from read_file_rows(path, reject=partial(reject_record, bad))
 
     def find_files(self) -> list[Path]:
         """The files on this machine that are read, in their order: one that is named, or those of a folder
@@ -276,7 +278,7 @@ class MixedReader:
                 reason="no file of the folder has text",
                 allowed=f"a folder with a {' '.join(SUFFIXES)} file",
             ) from error
-        chosen = [path for path in paths if (split_of(path.relative_to(root)) or TRAIN) == self.file_split]
+        chosen = [path for path in paths if (find_split(path.relative_to(root)) or TRAIN) == self.file_split]
         if not chosen:
             raise InvalidOptionError(
                 f"{self.section}.split",
@@ -289,7 +291,7 @@ class MixedReader:
     def check_split_of_file(self, path: Path) -> None:
         """Raises ValueError for a split that the name of the only file does not say, and logs held-out text
         that is trained on. Text without a split in its name is training text."""
-        named_split = split_of(Path(path.name))
+        named_split = find_split(Path(path.name))
         split = named_split or TRAIN
         if self.file_split not in (TRAIN, split):
             description = f"of {split} by its name" if named_split else "whose name says no split"
@@ -306,7 +308,7 @@ class MixedReader:
     @property
     def file_split(self) -> str:
         """The split as names of files say it: `validation` is valid."""
-        return split_of(Path(self.options.split)) or self.options.split
+        return find_split(Path(self.options.split)) or self.options.split
 
     def hub_rows(self) -> Iterator[Row]:
         """The rows of a data set, while it is downloaded. Raises ValueError where it cannot be read."""
@@ -332,7 +334,7 @@ class MixedReader:
     def count_rows(self, rows: Iterable[Any]) -> Iterator[Row]:
         """Rows with a progress bar."""
         position = f"{self.options.path} ({self.options.split})"
-        with progress_bar(
+        with make_progress_bar(
             f"reading {position}", total=None, unit=" rows", scale=True, hidden=False, delay=DELAY
         ) as bar:
             for row in rows:

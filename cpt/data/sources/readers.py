@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cpt.core.exceptions import MessageError
-from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.messages import count_noun
 from cpt.data.sources.files import (
     ABOUT_DATA,
@@ -33,11 +33,11 @@ from cpt.data.sources.files import (
     PLAIN_SUFFIXES,
     describe_named_splits,
     find_compression,
+    find_split,
     find_suffix,
     find_text_files,
     format_file_names,
     naming_file,
-    split_of,
 )
 
 log = logging.getLogger(__name__)
@@ -152,11 +152,11 @@ def read_folder(
     oddities = Oddities()
     sizes = [estimate_bytes(path) for path in files.text]
     ends = list(accumulate(sizes))  # of each file, on the progress bar
-    with progress_bar(
+    with make_progress_bar(
         f"reading {name}", total=ends[-1], unit="B", scale=True, hidden=False, delay=DELAY
     ) as progress:
         for path, end in zip(files.text, ends, strict=True):
-            split = split_of(path.relative_to(folder)) or "train"
+            split = find_split(path.relative_to(folder)) or "train"
             unit = "file" if find_suffix(path) == ".md" and document == "auto" else plain_unit
             with naming_file(path), naming_misencoded(files.text):
                 for text in read_file_documents(
@@ -263,8 +263,8 @@ def read_file_documents(
     if find_suffix(path) in PLAIN_SUFFIXES:
         texts = split_units(read_lines(path, oddities), unit)
     else:
-        rows = table_rows(path, columns=[column], oddities=oddities, reject=reject)
-        texts = column_texts(rows, column, reject, option=column_option)
+        rows = read_file_rows(path, columns=[column], oddities=oddities, reject=reject)
+        texts = select_column_texts(rows, column, reject, option=column_option)
 
     are_blank_usual = find_suffix(path) in PLAIN_SUFFIXES  # lines
     yield from clean_documents(texts, path.name, oddities=oddities, counts_blank=not are_blank_usual)
@@ -498,7 +498,7 @@ def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
     return ("".join(group).rstrip("\n") for blank, group in groupby(text, key=str.isspace) if not blank)
 
 
-def table_rows(
+def read_file_rows(
     path: Path,
     *,
     columns: Sequence[str] = (),
@@ -509,12 +509,12 @@ def table_rows(
     if they are given and all there."""
     match find_suffix(path):
         case ".parquet":
-            return number_rows(path, parquet_batches(path, columns), reject)
+            return number_rows(path, read_parquet_batches(path, columns), reject)
         case ".arrow":
-            return number_rows(path, arrow_batches(path, columns), reject)
+            return number_rows(path, read_arrow_batches(path, columns), reject)
         case ".csv" | ".tsv":
-            return csv_rows(path, columns=columns, oddities=oddities, reject=reject)
-    return json_rows(path, oddities=oddities, reject=reject)
+            return read_csv_rows(path, columns=columns, oddities=oddities, reject=reject)
+    return read_json_rows(path, oddities=oddities, reject=reject)
 
 
 def parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -526,7 +526,7 @@ def parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=parse_object)
 
 
-def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = stop) -> Iterator[Row]:
+def read_json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = stop) -> Iterator[Row]:
     """The values of a file with one on each line, or with a single array of them. `reject` is called for a
     line that is not JSON; a damaged array is always an error."""
     numbered = enumerate(read_lines(path, oddities), start=1)
@@ -560,7 +560,7 @@ def parse_json(text: str, path: Path, number: int) -> Any:
         ) from error
 
 
-def csv_rows(
+def read_csv_rows(
     path: Path,
     *,
     columns: Sequence[str] = (),
@@ -631,7 +631,7 @@ def choose_delimiter(first_line: str, columns: Sequence[str]) -> str:
     return max(DELIMITERS, key=lambda delimiter: len(names[delimiter]))
 
 
-def columns_to_read(path: Path, names: Sequence[str], columns: Sequence[str]) -> list[str]:
+def choose_columns_to_read(path: Path, names: Sequence[str], columns: Sequence[str]) -> list[str]:
     """The columns of a table that are read: those that are asked for if they are there, else all. Raises
     ValueError for one that stands there twice."""
     is_complete = bool(columns) and set(columns) <= set(names)
@@ -642,30 +642,30 @@ def columns_to_read(path: Path, names: Sequence[str], columns: Sequence[str]) ->
     return chosen
 
 
-def parquet_batches(path: Path, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
+def read_parquet_batches(path: Path, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
     """The rows of a parquet file, TABLE_ROWS at once."""
     with path.open("rb") as file:
         refuse_pointer(path, file.read(len(LFS_POINTER)))
     with pq.ParquetFile(path) as table:
-        chosen = columns_to_read(path, table.schema_arrow.names, columns)
+        chosen = choose_columns_to_read(path, table.schema_arrow.names, columns)
         yield from table.iter_batches(batch_size=TABLE_ROWS, columns=chosen)
 
 
-def arrow_batches(path: Path, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
+def read_arrow_batches(path: Path, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
     """The rows of an Arrow file, in the format of streams, which `datasets` writes, or of files, TABLE_ROWS
     at once."""
     with path.open("rb") as file:
         beginning = file.read(len(LFS_POINTER))
     refuse_pointer(path, beginning)
     with pa.memory_map(str(path)) as mapped:
-        for batch in stored_batches(mapped, is_file=beginning.startswith(b"ARROW1")):
-            chosen = columns_to_read(path, batch.schema.names, columns)
+        for batch in read_stored_batches(mapped, is_file=beginning.startswith(b"ARROW1")):
+            chosen = choose_columns_to_read(path, batch.schema.names, columns)
             selected = batch.select(chosen)
             for begin in range(0, len(selected), TABLE_ROWS):
                 yield selected.slice(begin, TABLE_ROWS)
 
 
-def stored_batches(file: pa.NativeFile, *, is_file: bool) -> Iterator[pa.RecordBatch]:
+def read_stored_batches(file: pa.NativeFile, *, is_file: bool) -> Iterator[pa.RecordBatch]:
     """The record batches of an Arrow file or stream."""
     if is_file:
         reader = pa.ipc.open_file(file)
@@ -702,19 +702,19 @@ def read_batch_row(batch: pa.RecordBatch, index: int) -> dict[str, Any] | Unicod
     return row
 
 
-def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
+def select_texts(rows: Iterable[Row], column: str) -> Iterator[str]:
     """The text column of rows; empty values are passed over."""
-    return (text for text in column_texts(rows, column) if text and not text.isspace())
+    return (text for text in select_column_texts(rows, column) if text and not text.isspace())
 
 
-def column_texts(
+def select_column_texts(
     rows: Iterable[Row], column: str, reject: Reject = stop, *, option: str = COLUMN_OPTION
 ) -> Iterator[str]:
     """The text column of rows, empty for null; `reject` is called for a row without one. `option` is the one
     that names the column, for messages."""
     for position, row in rows:
         try:
-            text = text_of(position, column, read_cell(row, column, position, option)) or ""
+            text = parse_text(position, column, read_cell(row, column, position, option)) or ""
             refuse_control(position, column, text)
         except ValueError as error:
             reject(error)
@@ -737,18 +737,18 @@ def read_cell(row: Any, column: str, where: str, option: str) -> Any:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} has no column {column!r}; it has {row!r:.60} ({option})")
     if column not in row:
-        raise missing_column(row, column, where, option)
+        raise missing_column_error(row, column, where, option)
     if isinstance(row, RepeatedKeys) and column in row.repeated:
         raise ValueError(f"{where} has the column {column!r} twice. Allowed: each name once")
     return row[column]
 
 
-def missing_column(row: Mapping[Any, Any], column: str, where: str, option: str) -> ValueError:
+def missing_column_error(row: Mapping[Any, Any], column: str, where: str, option: str) -> ValueError:
     """The error of a row without a column, with the names that it has and the most similar one, or with what
     reads chats where it has one."""
     names = [str(name) for name in row]
     message = f"{where} has no column {column!r}; it has {', '.join(names)} ({option})"
-    similar = similar_name(column, names)
+    similar = find_similar_name(column, names)
     if similar:
         message += f". Did you mean {similar}?"
     elif CHAT_COLUMNS & set(names):
@@ -756,14 +756,14 @@ def missing_column(row: Mapping[Any, Any], column: str, where: str, option: str)
     return ValueError(message)
 
 
-def similar_name(name: str, names: Sequence[str]) -> str | None:
+def find_similar_name(name: str, names: Sequence[str]) -> str | None:
     """The most similar of some names, whatever their case; None for none."""
     by_folded = {candidate.strip().casefold(): candidate for candidate in names}
     similar = difflib.get_close_matches(name.strip().casefold(), by_folded, n=1)
     return by_folded[similar[0]] if similar else None
 
 
-def text_of(where: str, column: str, value: Any) -> str | None:
+def parse_text(where: str, column: str, value: Any) -> str | None:
     """A text; None for null and blanks. Raises ValueError for anything else."""
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{where}: column {column!r} is not text: {value!r:.60}")

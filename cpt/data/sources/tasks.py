@@ -75,11 +75,11 @@ def find_named_split(name: str) -> str | None:
 
 def is_split_file(path: Path) -> bool:
     """Whether a file's name begins or ends with a split, as those of one task's files do."""
-    words = re.findall(r"[^\W\d_]+", text_files.bare_name(path).lower())
+    words = re.findall(r"[^\W\d_]+", text_files.remove_suffixes(path).lower())
     return bool(words) and (words[0] in SPLIT_WORDS or words[-1] in SPLIT_WORDS)
 
 
-def suffixes_of(layout: str) -> tuple[str, ...]:
+def list_layout_suffixes(layout: str) -> tuple[str, ...]:
     """The kinds of files that a layout has."""
     match layout:
         case "csv":
@@ -147,16 +147,16 @@ def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, 
         if entry.is_dir():
             for path in sorted(text_files.walk(entry)):
                 is_metadata = path.name in text_files.METADATA_FILES
-                if text_files.find_suffix(path) in suffixes_of(layout) and not is_metadata:
+                if text_files.find_suffix(path) in list_layout_suffixes(layout) and not is_metadata:
                     text_files.refuse_unreadable(path)
                     yield entry.name, find_named_split(str(path.relative_to(entry))), path
-        elif text_files.find_suffix(entry) in suffixes_of(layout):
+        elif text_files.find_suffix(entry) in list_layout_suffixes(layout):
             if is_split_file(entry):
                 raise ValueError(
                     f"{entry} is in no task's folder. Allowed: {root}/TASK/{entry.name}, or files of one "
                     "task each"
                 )
-            yield text_files.bare_name(entry), None, entry
+            yield text_files.remove_suffixes(entry), None, entry
 
 
 def read_records(
@@ -182,7 +182,7 @@ def read_records(
     if layout == "superni":
         definition, rows = read_superni(path)
     else:
-        rows = readers.table_rows(path, reject=partial(reject_record, bad))
+        rows = readers.read_file_rows(path, reject=partial(reject_record, bad))
 
     id_column = columns.get("id") if layout in TABLES else "id"
     for where, row in rows:
@@ -203,7 +203,7 @@ def read_superni(path: Path) -> tuple[str, Iterator[readers.Row]]:
     task = read_json(path)
     if not isinstance(task, Mapping) or not isinstance(task.get("Instances"), list):
         raise ValueError(f"{path} has no Instances. Allowed: an object with Definition and Instances")
-    definition = first_of(task.get("Definition"), f"{path}: Definition")
+    definition = convert_first_to_text(task.get("Definition"), f"{path}: Definition")
     instances = enumerate(task["Instances"], start=1)
     return definition, ((f"{path}, instance {number}", instance) for number, instance in instances)
 
@@ -237,26 +237,27 @@ def read_row(
         option_name = "domains.columns.{}"
     try:
         fields = {
-            name: text_field(row, column, where, option_name.format(name)) for name, column in table.items()
+            name: read_text_field(row, column, where, option_name.format(name))
+            for name, column in table.items()
         }
         if layout == "superni":
             fields["instruction"] = definition
-            fields["target"] = first_of(row.get("output"), f"{where}: output")
+            fields["target"] = convert_first_to_text(row.get("output"), f"{where}: output")
         elif layout == "alpaca":
-            fields["text"] = first_of(row.get("input"), f"{where}: input")
+            fields["text"] = convert_first_to_text(row.get("input"), f"{where}: input")
     except ValueError as error:
         raise BadExampleError(str(error), "a row without the texts that it needs") from error
     target = fields.pop("target")
     return RawExample(fields, target)
 
 
-def first_of(value: Any, where: str) -> str:
+def convert_first_to_text(value: Any, where: str) -> str:
     """A text, or the first of several; empty for null. Raises ValueError for anything else."""
     first = next(iter(value), None) if isinstance(value, list) else value
-    return "" if first is None else as_text(first, where)
+    return "" if first is None else convert_to_text(first, where)
 
 
-def as_text(value: Any, where: str) -> str:
+def convert_to_text(value: Any, where: str) -> str:
     """A text, or a finite number as one; raises ValueError for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not isinstance(value, str) and not is_number:
@@ -264,9 +265,9 @@ def as_text(value: Any, where: str) -> str:
     return str(value)
 
 
-def text_field(row: Any, column: str, where: str, option: str = "domains.format") -> str:
+def read_text_field(row: Any, column: str, where: str, option: str = "domains.format") -> str:
     """The text of a column; raises ValueError, with the option to change, if it is missing."""
-    return as_text(readers.read_cell(row, column, where, option), f"{where}: {column!r}")
+    return convert_to_text(readers.read_cell(row, column, where, option), f"{where}: {column!r}")
 
 
 def read_json(path: Path) -> Any:
@@ -368,7 +369,7 @@ def check_columns(columns: Mapping[str, str | None]) -> None:
 
 @config
 class Tasks(Source):
-    """Supervised tasks in a folder, in a published layout; without a folder those of `package_task`."""
+    """Supervised tasks in a folder, in a published layout; without a folder those of `make_package_task`."""
 
     root: Folder | None = option("folder of all tasks; null: tasks made of installed packages")
     format: Layout = option("layout of the folder")
@@ -523,7 +524,7 @@ class Tasks(Source):
         if self.root is None:
             return
         root = Path(self.root)
-        suffixes = suffixes_of(self.format)
+        suffixes = list_layout_suffixes(self.format)
         hidden = [path.name for path in root.iterdir() if path.name.startswith(".")]
         skipped_entries = {self.general, *hidden}
         ignored = []
@@ -624,7 +625,7 @@ class Tasks(Source):
         """(split, number within the split, row) of the usable rows of a data set. Raises ValueError for a
         file without rows."""
         if self.root is None:
-            for number, record in enumerate(docstrings.package_task(name)):
+            for number, record in enumerate(docstrings.make_package_task(name)):
                 yield "train", number, record
         num_usable: Counter[str] = Counter()  # by split, so far
         for split, path in self.read_files(name):
@@ -695,7 +696,9 @@ class Tasks(Source):
 
         if self.root is None:
             packages = docstrings.TASK_PACKAGES[name]
-            package_stamps = [text_files.stamp_files(docstrings.modules(package)) for package in packages]
+            package_stamps = [
+                text_files.stamp_files(docstrings.find_modules(package)) for package in packages
+            ]
             sizes = [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, package_stamps]
             return [options, self.class_limit, sizes]
         paths = [path for _, path in self.read_files(name)]

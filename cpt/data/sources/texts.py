@@ -26,13 +26,13 @@ from cpt.data.sources.files import (
     NoTextFileError,
     UnknownKindError,
     UnusableFileError,
+    find_split,
     find_suffix,
     format_file_names,
     format_ignore,
     list_text_files,
     naming_file,
     refuse_dangling,
-    split_of,
     split_words,
     stamp_files,
     walk,
@@ -273,7 +273,7 @@ class Texts(Source):
 
     def check_splits(self, folder: Path, paths: Sequence[Path]) -> None:
         """Raises ValueError where the names of all files of a domain say that they are held out."""
-        splits = [split_of(path.relative_to(folder)) or "train" for path in paths]
+        splits = [find_split(path.relative_to(folder)) or "train" for path in paths]
         if "train" not in splits and self.by != "coarse":  # which joins folders
             raise ValueError(
                 f"{folder} has no file to train on, but {count_noun(len(paths), 'file')} held out by name, "

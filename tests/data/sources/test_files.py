@@ -19,7 +19,7 @@ from datasets.data_files import SPLIT_KEYWORDS
 from cpt.data.corpus import make_corpus
 from cpt.data.sources import readers
 from cpt.data.sources.base import GENERAL
-from cpt.data.sources.files import SPLIT_WORDS, split_of
+from cpt.data.sources.files import SPLIT_WORDS, find_split
 from tests.data.sources.test_sources import open_hub, open_texts, read_documents, read_texts
 
 
@@ -499,8 +499,8 @@ def test_saved_data_sets_and_arrow_files(tmp_path, caplog):
 
 
 def test_split_of_paths_is_that_of_words_alone(tmp_path):
-    assert split_of(Path("contest/attestation.txt")) is None and split_of(Path("Dev 2/x.txt")) == "valid"
-    assert split_of(Path("training/x.txt")) == "train" and split_of(Path("train/dev/test.txt")) == "valid"
+    assert find_split(Path("contest/attestation.txt")) is None and find_split(Path("Dev 2/x.txt")) == "valid"
+    assert find_split(Path("training/x.txt")) == "train" and find_split(Path("train/dev/test.txt")) == "valid"
 
 
 BAD_RECORDS = {

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from cpt.core.exceptions import InvalidOptionError
 from cpt.data.corpus import SPLITS, make_corpus
 from cpt.data.sources import hub
-from cpt.data.sources.base import GENERAL, stamp_of
-from cpt.data.sources.docstrings import prose
+from cpt.data.sources.base import GENERAL, make_stamp
+from cpt.data.sources.docstrings import extract_prose
 from cpt.data.sources.hub import Hub
 from cpt.data.sources.m2d2 import NOT_DOMAINS
 from cpt.data.sources.texts import Texts
@@ -451,9 +451,9 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
         coarse_texts += corpus.documents(split)["text"]
     fine_texts = [text for _, text in [*source.read("cs.AI"), *source.read("cs.CL")]]
     assert sorted(coarse_texts) == sorted(fine_texts) and len(coarse_texts) == 80
-    stamp = stamp_of(source, "cs")
+    stamp = make_stamp(source, "cs")
     (tmp_path / "cs.CL" / "more.txt").write_text("one more line\n")
-    assert stamp_of(source, "cs") != stamp and stamp.startswith("cs-")
+    assert make_stamp(source, "cs") != stamp and stamp.startswith("cs-")
 
     # Folders that M2D2 names as no domains are refused where fine ones are asked for.
     write_packed(tmp_path / NOT_DOMAINS[0] / "all.txt", "One.\n")
@@ -510,9 +510,12 @@ NUMPYDOC = r"""Return the shortest path between two nodes
 
 
 def test_prose_is_the_sentences_of_a_docstring_and_nothing_else():
-    assert prose(NUMPYDOC) == [
+    assert extract_prose(NUMPYDOC) == [
         "Return the shortest path between two nodes of a graph that may be directed; see bfs and the graph "
         "class for the structures that G[u] walks over [2].",
         "The graph in which the path is searched, its edges may carry weights.",
     ]
-    assert prose("```python\n\nThis is what the code prints and not a sentence of the text.\n\n```") == []
+    assert (
+        extract_prose("```python\n\nThis is what the code prints and not a sentence of the text.\n\n```")
+        == []
+    )
