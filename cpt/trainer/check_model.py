@@ -609,8 +609,9 @@ def check_micro_batch(plan: Plan, method: ContinualMethod) -> None:
 
 def check_trainable(plan: Plan, method: ContinualMethod) -> None:
     """Raises ValueError if the options freeze every parameter that the method would train."""
-    trainable = plan.freeze.trainable
-    if trainable is None and not plan.freeze.layers:
+    freeze = plan.freeze
+    trainable = freeze.trainable
+    if trainable is None and not freeze.layers and not freeze.embeddings:
         return
     frozen_ids = {id(parameter) for parameter in method.frozen}
     if not all(id(parameter) in frozen_ids for parameter in method.model.parameters()):
@@ -624,7 +625,10 @@ def check_trainable(plan: Plan, method: ContinualMethod) -> None:
             reason=problem,
             allowed="null, or an entry that finds some of the parameters which the method trains",
         )
-    raise InvalidOptionError("freeze.layers", plan.freeze.layers, reason=problem, allowed="fewer blocks")
+    if freeze.layers:
+        raise InvalidOptionError("freeze.layers", freeze.layers, reason=problem, allowed="fewer blocks")
+    # An adapter may be on the embedding alone.
+    raise InvalidOptionError("freeze.embeddings", True, reason=problem, allowed="false")
 
 
 def check_saved_modules(plan: Plan, method: ContinualMethod) -> None:

@@ -20,6 +20,7 @@ from cpt.core.config import identity, make_plain_config
 from cpt.core.errors import find_reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
+from cpt.models.options import Freeze
 from cpt.models.units import UnknownLayersError
 from cpt.train import check_base_folder, check_start
 from cpt.trainer import check_model, hydra_callback
@@ -577,6 +578,22 @@ def test_a_model_whose_layers_a_choice_does_not_know_is_refused_with_the_choice(
     model = SimpleNamespace(config=SimpleNamespace(model_type="deepseek_v3"))
     with pytest.raises(ValueError, match="method=ncl is invalid with mask=migu for a deepseek_v3: block.0: "):
         check_model.try_method(plan, model, None)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        (Freeze(embeddings=True, layers=0), "freeze.embeddings=true is invalid: it leaves nothing"),
+        (Freeze(embeddings=True, layers=1), "freeze.layers=1 is invalid: it leaves nothing"),
+        (Freeze(embeddings=True, layers=1, trainable="norms"), "trainable=norms is invalid: it leaves noth"),
+    ],
+)
+def test_options_that_freeze_all_that_a_method_trains_are_refused(freeze, message):
+    model = torch.nn.Embedding(3, 2)  # as with an adapter on the embedding alone
+    plan = SimpleNamespace(freeze=freeze, names={"method": "peft"})
+    check_model.check_trainable(plan, SimpleNamespace(model=model, frozen=[]))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_model.check_trainable(plan, SimpleNamespace(model=model, frozen=[model.weight]))
 
 
 def test_options_of_another_kind_of_model_than_that_of_init_from_are_explained():
