@@ -32,7 +32,7 @@ FUSED = {
 }  # fmt: skip
 # What a message lists: the layers of attentions and feed-forward networks, and of mixers.
 SUPPORTED_LAYERS = "Q, K, V (fused or not), an output projection; up, down, perhaps gate (fused or not)"
-SUPPORTED_MIXER_LAYERS = "one to three maps of equal width (fused or not), an output projection"
+SUPPORTED_MIXER_LAYERS = "one to three linear layers of equal width (fused or not), an output projection"
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads")  # attributes of attention modules
 MAX_LISTED = 12  # matrices that a message lists
 

@@ -569,10 +569,13 @@ def try_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> Cont
             method = plan.method.make(context)
             method.stages(plan.order)
         except UnknownLayersError as error:
+            circumstances = f"for a {model.config.model_type}"
+            if plan.names["mask"] != "none":
+                circumstances = f"with mask={plan.names['mask']} {circumstances}"
             raise InvalidOptionError(
                 "method",
                 plan.names["method"],
-                context=f"with mask={plan.names['mask']} for a {model.config.model_type}",
+                context=circumstances,
                 reason=str(error),
                 allowed="what docs/support.md lists for this model",
             ) from error

@@ -29,7 +29,7 @@ import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
 from cpt.core.config import CONF  # noqa: E402
 from cpt.core.errors import find_reason  # noqa: E402
 
-CHOICE = re.compile(r"method=\w+ is invalid with mask=\w+ for a [\w-]+: ")
+CHOICE = re.compile(r"method=\w+ is invalid (with mask=\w+ )?for a [\w-]+: ")
 RESULTS, PAGE = DOCS / "support.json", DOCS / "support.md"
 WORDS = {
     "law": "the court finds that a party to this contract must pay damages under section four of the act",

@@ -570,14 +570,15 @@ def test_a_model_whose_layers_a_choice_does_not_know_is_refused_with_the_choice(
     def make(context):
         raise UnknownLayersError("block.0: heads cannot be identified")
 
-    plan = SimpleNamespace(
-        method=SimpleNamespace(make=make),
-        names={"method": "ncl", "mask": "migu"},
-        trainer=SimpleNamespace(precision="32-true"),
-    )
     model = SimpleNamespace(config=SimpleNamespace(model_type="deepseek_v3"))
-    with pytest.raises(ValueError, match="method=ncl is invalid with mask=migu for a deepseek_v3: block.0: "):
-        check_model.try_method(plan, model, None)
+    for mask, context in (("migu", "with mask=migu for a deepseek_v3"), ("none", "for a deepseek_v3")):
+        plan = SimpleNamespace(
+            method=SimpleNamespace(make=make),
+            names={"method": "ncl", "mask": mask},
+            trainer=SimpleNamespace(precision="32-true"),
+        )
+        with pytest.raises(ValueError, match=f"method=ncl is invalid {context}: block.0: "):
+            check_model.try_method(plan, model, None)
 
 
 @pytest.mark.parametrize(
