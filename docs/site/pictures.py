@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from PIL import Image
 
 from cpt import report
 from cpt.core.messages import count_noun
+from cpt.data.mixture import MixedText, Mixture
+from cpt.data.replay import Replay, ReplayPool
+from cpt.data.sampler import TrainStream
 from cpt.evaluation.scores import Scores
+from cpt.models.objectives import Causal
 from cpt.optim.schedulers import Progress, Schedule
 from cpt.reporting.comparison_figures import draw_plane
 from cpt.reporting.drawing import SERIES, make_figure, make_png
@@ -68,6 +73,13 @@ SCHEDULE_PANELS: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("autoregressive", {}),
 }
 DRAWN_DOMAINS, DRAWN_STEPS = 3, 200
+REPLAYED_STEPS, REPLAYED_BATCH = 30, 64
+REPLAY_OVERRIDES = (
+    "replay=past",
+    "replay.past_ratio=0.2",
+    "replay.general_ratio=0.05",
+    "'replay.sources={chat: {…, ratio: 0.1}}'",
+)
 USES = {  # of the plan, in the order of the bars
     "weights": "weights",
     "gradients": "gradients",
@@ -441,6 +453,76 @@ def draw_four_tasks() -> bytes:
     return make_png(figure, description="Accuracy just after each task and after all four")
 
 
+@dataclass(frozen=True)
+class RowCount:
+    """Stands in for a text of which samples are drawn and not read."""
+
+    row_lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row_lengths)
+
+
+def draw_replay() -> bytes:
+    """What the batches of four stages are of, step by step, as the program draws their samples."""
+    domains = ["law", "food", "space", "code"]
+    names = [*domains, "general", "chat"]
+    shares = np.concatenate([count_samples(domains[: number + 1], names) for number in range(len(domains))])
+    figure = make_figure((8.5, 3.0))
+    axes = figure.add_subplot()
+    steps = np.arange(len(shares))
+    axes.stackplot(
+        steps, 100 * shares.T, labels=names, colors=[*SERIES[:4], "0.75", SERIES[5]], step="post", linewidth=0
+    )
+    for number in range(1, len(domains)):
+        axes.axvline(number * REPLAYED_STEPS, color="white", linewidth=2)
+    middles = [REPLAYED_STEPS * (number + 0.5) for number in range(len(domains))]
+    axes.set_xticks(middles, [f"stage {number}: {name}" for number, name in enumerate(domains, start=1)])
+    axes.tick_params(axis="x", length=0)
+    axes.set(xlim=(0, len(shares) - 1), ylim=(0, 100), ylabel="samples of a batch, %")
+    axes.set_title(" ".join(REPLAY_OVERRIDES), fontsize=8, family="monospace", loc="left")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return make_png(figure, description="What the batches of four stages are of, with replay")
+
+
+def count_samples(domains: list[str], names: list[str]) -> np.ndarray:
+    """The share of each text, by its name, in the batches of the stage of the last domain: [steps, names]."""
+    replay = Replay(
+        past_ratio=0.2,
+        general_ratio=0.05,
+        mode="replace",
+        buffer_size=None,
+        sources={"chat": {"path": "owner/chats", "format": "messages", "ratio": 0.1}},
+    )
+    texts: dict[str, Any] = {name: RowCount(np.full(1000, 128)) for name in names}
+    *past, new = domains
+    pools: list[ReplayPool] = replay.pools(
+        {name: texts[name] for name in past}, {"general": texts["general"]}, stage=new, seed=0
+    )
+    mixture = Mixture({"chat": MixedText(replay.mixed_sources["chat"], texts["chat"])}, replay, seed=0)
+    pools += mixture.pools([REPLAYED_STEPS * REPLAYED_BATCH] * len(domains))
+    stream = TrainStream(
+        {new: texts[new]},
+        objective=Causal(),
+        seed=0,
+        batch_size=REPLAYED_BATCH,
+        steps=[REPLAYED_STEPS],
+        accumulate=1,
+        rank=0,
+        world=1,
+        pools=pools,
+    )
+    drawn_names = [new]
+    for pool in pools:
+        drawn_names += pool.texts
+    shares = np.zeros((REPLAYED_STEPS, len(names)))
+    for step in range(REPLAYED_STEPS):
+        counts = np.bincount(stream.locate_step(step).text_indices, minlength=len(drawn_names))
+        for name, count in zip(drawn_names, counts, strict=True):
+            shares[step, names.index(name)] += count / REPLAYED_BATCH
+    return shares
+
+
 def draw_schedules() -> bytes:
     """The factor of the peak rate at each step of three domains, for each schedule."""
     figure = make_figure((8.5, 5.2))
@@ -499,6 +581,7 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "gate": draw_gate,
     "resume": draw_resume,
     "schedules": draw_schedules,
+    "replay": draw_replay,
     "large-models": draw_large_models,
     "four-tasks": draw_four_tasks,
 }
