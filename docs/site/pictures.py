@@ -43,6 +43,7 @@ TUNING = RESULTS / "studies" / "das6_tuning.json"
 SIX_DOMAINS = RESULTS / "studies" / "das6_mini.jsonl.gz"
 ENCODER = RESULTS / "studies" / "das6_mpnet.jsonl.gz"
 FOUR_TASKS = RESULTS / "studies" / "standard_cl_mini.jsonl.gz"
+SIGNALS = RESULTS / "campaigns" / "preemption.json"
 GUIDE_RUNS = RESULTS / "guide_runs.json"
 
 DOMAINS = ["sympy", "networkx", "pandas"]  # of the study, in their order
@@ -73,6 +74,19 @@ SCHEDULE_PANELS: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("autoregressive", {}),
 }
 DRAWN_DOMAINS, DRAWN_STEPS = 3, 200
+SETUPS = {  # of the campaign of signals
+    "alone": "one process",
+    "two": "two processes",
+    "slurm": "SLURM, one task",
+    "two slurm": "SLURM, two tasks",
+}
+PHASES = {  # that a signal was sent to, by the campaign's names
+    "base": "pre-training of the base",
+    "training": "training",
+    "scoring": "scoring",
+    "end tasks": "end tasks",
+    "anywhere": "anywhere",
+}
 REPLAYED_STEPS, REPLAYED_BATCH = 30, 64
 REPLAY_OVERRIDES = (
     "replay=past",
@@ -453,6 +467,33 @@ def draw_four_tasks() -> bytes:
     return make_png(figure, description="Accuracy just after each task and after all four")
 
 
+def draw_signals() -> bytes:
+    """How long a run takes to leave after a signal, each trial of the campaign a point."""
+    trials = json.loads(SIGNALS.read_text(encoding="utf-8"))["trials"]
+    figure = make_figure((8.5, 2.8))
+    axes = figure.add_subplot(axisbelow=True)
+    axes.grid(axis="x", color="0.9")
+    offsets = np.random.default_rng(0).uniform(-0.28, 0.28, len(trials))  # so that points do not hide others
+    setups = list(SETUPS)
+    for colour, (phase, label) in zip(SERIES, PHASES.items(), strict=False):
+        chosen = [number for number, trial in enumerate(trials) if trial["loop"] == phase]
+        seconds = [trials[number]["left_after_s"] for number in chosen]
+        rows = [setups.index(trials[number]["setup"]) + offsets[number] for number in chosen]
+        axes.plot(seconds, rows, "o", color=colour, markersize=5, alpha=0.8, label=label)
+    axes.set_yticks(range(len(setups)), SETUPS.values())
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
+    axes.minorticks_off()
+    axes.set(xlabel="seconds from the signal to the exit")
+    num_same = sum(trial["fine"] for trial in trials)
+    title = f"{num_same} of {len(trials)}: exit code 75, no step lost, the same bits after the same command"
+    axes.set_title(title, **CAPTION)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9, title="signal during")
+    return make_png(figure, description="Seconds from a signal to the exit of the run")
+
+
 @dataclass(frozen=True)
 class RowCount:
     """Stands in for a text of which samples are drawn and not read."""
@@ -581,6 +622,7 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "gate": draw_gate,
     "resume": draw_resume,
     "schedules": draw_schedules,
+    "signals": draw_signals,
     "replay": draw_replay,
     "large-models": draw_large_models,
     "four-tasks": draw_four_tasks,
