@@ -139,7 +139,7 @@ def judge_state(beat: Heartbeat, *, is_finished: bool) -> tuple[str, str]:
         state = "stopped"
         message = f"kill -CONT {beat.process.pid} continues it"
 
-    # The scores decide: a run that was finished and then started again has the heartbeat of that start.
+    # Scores take precedence: if a finished run was started again, the heartbeat is that of the new start.
     if is_finished and not is_alive:
         if state == "finished":
             return "finished", ""

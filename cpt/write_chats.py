@@ -227,7 +227,7 @@ def load_chat_tokenizer(model: str) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(model)
     except ConnectionError:
         raise
-    except Exception as error:  # whatever a class raises for files that it does not take
+    except Exception as error:  # each tokenizer class raises other errors for bad files
         raise tokenizer_error("MODEL", model, error, allowed="a whole checkpoint") from error
     if DEFAULT_TEMPLATE not in read_chat_templates(tokenizer):
         raise InvalidOptionError(

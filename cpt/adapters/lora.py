@@ -173,7 +173,7 @@ def separate_embedding(model: PreTrainedModel) -> str:
 
 
 def prepare_layer(layer: Linear) -> None:
-    """Gives a new layer of peft the mode of its base layer, and makes it fast."""
+    """Gives a new layer of peft the mode (train or eval) of its base layer, and a faster class and layout."""
     layer.train(layer.get_base_layer().training)
     if type(layer) is Linear:
         layer.__class__ = FusedLoraLinear  # its modules and their names stay

@@ -159,7 +159,10 @@ class PromptVectors(nn.Module):
         output."""
         states = kwargs.get("encoder_hidden_states")
         if states is None or states not in STATES_WITH_PROMPT:
-            raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")
+            raise ValueError(
+                "the decoder got states that its encoder did not compute with the prompt. "
+                "Allowed: states as the encoder returns them; in generation num_beams=1"
+            )
         inputs = kwargs | {"encoder_hidden_states": STATES_WITH_PROMPT[states]}
         mask = kwargs.get("encoder_attention_mask")
         if mask is not None:

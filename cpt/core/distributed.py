@@ -109,8 +109,8 @@ def barrier() -> None:
 
 @contextmanager
 def sharing_errors() -> Iterator[None]:
-    """Puts an error inside the context into the store, so that processes that `wait_for_all` end as well:
-    SLURM would leave them waiting."""
+    """Shares an error inside the context with the processes that `wait_for_all`, so that they end too. SLURM
+    would leave them waiting."""
     try:
         yield
     except Exception as error:

@@ -82,8 +82,8 @@ def is_rank_of_lightning() -> bool:
 
 
 def choose_signal_window() -> float:
-    """Seconds in which signals to this process are one: longer in the job of a sweep, which a scheduler, its
-    process group and the launcher may signal one after another."""
+    """The seconds within which several signals to this process count as one: more in the job of a sweep,
+    which a scheduler, its process group and the launcher may signal one after another."""
     return float(os.environ.get(TOGETHER, TOGETHER_S))
 
 

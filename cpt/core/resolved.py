@@ -173,7 +173,7 @@ def format_override(key: str, value: Any) -> str:
 
 
 def format_override_value(value: Any) -> str:
-    """A value as an override of Hydra has it."""
+    """A value in the grammar of Hydra's overrides, with texts in quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -23,11 +23,13 @@ def load_tensors(path: Path | str, *, mapped: bool = True) -> Any:
     try:
         return torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} holds other things than tensors; it is not used") from error
+        raise ValueError(
+            f"{path} holds other objects than tensors; it is not loaded, since that could execute code"
+        ) from error
     except (RuntimeError, EOFError) as error:
         if FAILED_ALLOCATION.search(str(error)):
             raise
-        raise ValueError(f"{path} is no file of torch.save; it is not used") from error
+        raise ValueError(f"{path} is damaged, or was not written by torch.save") from error
 
 
 def save_state(state: Any, path: Path) -> None:
@@ -128,7 +130,7 @@ class NamedTensors(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NamedTensors":
         """Moves or casts the tensors, as `nn.Module.to` does by an `fn`; offloaded ones are only cast.
 
-        To which device and which type `fn` converts shows on an empty tensor."""
+        `fn` is tried on an empty tensor to find the device and the type to which it converts."""
         self.device = fn(torch.empty(0, device=self.device)).device
         if not self.offloaded:
             return super()._apply(fn, recurse)

@@ -295,7 +295,8 @@ def group_into_sequences(answers: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """JSON with each of its texts changed, but for names by which templates find a value or a role."""
+    """A JSON value in which `change` has replaced each text, except keys and roles that are identifiers: by
+    these chat templates find a value or a role."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -415,9 +416,9 @@ class RenderedChat:
         return text, [(len(before), end)] if end > len(before) else []
 
     def find_end_of_prompt(self, number: int, before: str, text: str) -> int:
-        """Where the answer begins in a text whose earlier turns are not as in its prompt `before`: after the
-        same end from the last question on. Some templates print the system prompt before the last turn only,
-        if that is a question."""
+        """Where the answer begins in a rendered chat `text` that does not begin with its prompt `before`. The
+        answer follows the part of the prompt from the last question on, which is searched in the text: some
+        templates print the system prompt before the last turn only, if that is a question."""
         question = str(self.messages[number - 1]["content"]).strip()
         begin = before.rfind(question) if question else -1
         end_of_prompt = before[begin:]
@@ -479,8 +480,8 @@ class RenderedChat:
                 answer += 1
             text = text_of_answer.get(answer) or self.render(answer + 1)
 
-            # An answer has to be there, but for blanks. Other turns a template may cut or reformat: it is
-            # enough that another text in their place changes what is rendered.
+            # The text of an answer has to be printed, except for blanks. A template may cut or reformat other
+            # turns: it is enough that another text in their place changes what is rendered.
             content = remove_blanks(self.messages[number]["content"])
             if content not in remove_blanks(text):
                 is_scored = number in text_of_answer
@@ -489,7 +490,8 @@ class RenderedChat:
                         f"the text of turn {number + 1} ({turn.role})", f"a turn of {turn.role}"
                     )
 
-            # What a template does not print, no model learns: names and ids are noted, all else is an error.
+            # A model learns nothing that the template does not print: names and ids are collected for a log
+            # line, anything else is an error.
             for key in turn.details:
                 if self.is_changed_by(number, answer, removed_key=key):
                     continue

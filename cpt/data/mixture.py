@@ -102,8 +102,8 @@ def find_uses(pools: Sequence[SourcePool], *, steps: int, batch_size: int) -> It
 
 
 def find_limit_step(pool: SourcePool, *, steps: int, batch_size: int) -> int | None:
-    """The first of the steps of a stage after which less is drawn than the share asks for; None where all is
-    drawn."""
+    """The first step of a stage after which fewer samples are drawn than the share asks for; None if the
+    share is always met."""
     for step in range(steps):
         num_samples = (step + 1) * batch_size
         wanted_draws = pool.source_share.count_draws(num_samples, stage_samples=pool.stage_samples)

@@ -142,7 +142,7 @@ class DocumentPacker:
         self.open_sizes: list[int] = []  # their tokens
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> PackedRows:
-        """The rows that are done with further documents: ids [tokens], and how many each has [documents]."""
+        """Adds documents, as ids [tokens] and sizes [documents] in tokens; returns the rows they fill."""
         pieces = self.cutter.cut(ids, sizes, self.position)
         self.position += len(ids)
         if not self.open_rows:

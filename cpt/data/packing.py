@@ -114,7 +114,7 @@ def balance_texts(texts: Mapping[str, Packed], *, tokens: int | None = None) -> 
             drawn = text.draw_rows(max_tokens, stream=key("balanced", name))
             balanced[name] = replace(text, rows=text.rows.select(drawn))
     token_count = count_noun(max_tokens, "token")
-    log.info("Cutting the domains to %s, at least those of %s", token_count, smallest)
+    log.info("Cutting each longer domain to %s (domains.balanced); the smallest is %s", token_count, smallest)
     return balanced
 
 

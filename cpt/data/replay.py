@@ -187,7 +187,7 @@ class ReplayConfig(Options):
                 "replay.buffer_size",
                 self.buffer_size,
                 context=f"for {count_noun(domains, 'past domain')}",
-                allowed="a sample or more for each, or null",
+                allowed=f"{domains} or more, at least one sample of each domain, or null",
             )
         if self.general_ratio and not general:
             raise InvalidOptionError(

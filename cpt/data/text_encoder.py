@@ -205,7 +205,7 @@ class TextEncoder:
         split_special_tokens: bool,
         is_target: bool = False,
     ) -> list[list[int]]:
-        """The ids that a tokenizer gives for each text, or decoder's text (`is_target`), within its frame."""
+        """The ids of each text with the special tokens around it; with `is_target` as text of the decoder."""
         encoded = tokenizer(
             None if is_target else texts,
             text_target=texts if is_target else None,

@@ -93,7 +93,7 @@ class EncodingCounts:
             )
         if self.divided:
             log.info(
-                "Dividing %d of %s of %s by answers: "
+                "Splitting %d of %s of %s into a sequence for each answer: "
                 "earlier turns are rendered or tokenized differently in later prompts",
                 self.divided,
                 count_noun(self.examples, "chat"),
@@ -373,11 +373,11 @@ class Encoder:
 
     def fit(self, example: Example, question: list[int], answer: list[int]) -> tuple[list[int], int]:
         """The question's ids, cut so that every answer fits, and how many are cut. Raises BadExampleError
-        where what may not be cut does not fit."""
+        where the instruction, the options and the answer are too long without any text."""
         room = self.length
         if self.seq2seq:  # the decoder has as much room for the answer
             if len(answer) > self.length:
-                raise self.too_long(example, "its answer alone takes", num_tokens=len(answer))
+                raise self.too_long_error(example, "its answer alone takes", num_tokens=len(answer))
         else:
             room -= max(len(answer), self.longest_choice(example.choices))
 
@@ -392,7 +392,9 @@ class Encoder:
         num_kept = end - begin - num_over  # of the text's tokens
         if num_kept < 0:
             num_fixed = len(question) - (end - begin) + self.length - room
-            raise self.too_long(example, "its answer and what may not be cut take", num_tokens=num_fixed)
+            raise self.too_long_error(
+                example, "its answer and what may not be cut take", num_tokens=num_fixed
+            )
         num_head = num_kept if self.encoding.truncate == "tail" else (num_kept + 1) // 2
         cut_begin = begin + num_head
         return question[:cut_begin] + question[cut_begin + num_over :], num_over
@@ -405,8 +407,8 @@ class Encoder:
         return self.longest[choices]
 
     def find_text_tokens(self, example: Example, num_ids: int) -> tuple[int, int]:
-        """The tokens (begin, end) of the text that may be cut, among the first `num_ids` of the question;
-        (0, 0) where no token is within it."""
+        """The positions (begin, end) of the tokens of the text that may be cut, among the first `num_ids` of
+        the question; (0, 0) if no token is wholly within the text."""
         text_begin, text_end = example.text_span
         # A token that is partly outside belongs to the template, which may not be cut.
         positions = []
@@ -415,8 +417,9 @@ class Encoder:
                 positions.append(position)
         return (positions[0], positions[-1] + 1) if positions else (0, 0)
 
-    def too_long(self, example: Example, problem: str, *, num_tokens: int) -> BadExampleError:
-        """The error of an example that does not fit: what takes how many tokens."""
+    def too_long_error(self, example: Example, problem: str, *, num_tokens: int) -> BadExampleError:
+        """The error of an example that does not fit. `problem` ends in a verb whose object is the number of
+        tokens that the example needs, like `its answer alone takes`."""
         token_count = count_noun(num_tokens, "token")
         return BadExampleError(
             f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task} "

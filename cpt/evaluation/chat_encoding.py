@@ -70,12 +70,12 @@ def choose_chat_length(config: PretrainedConfig, *, trained_length: int) -> int:
 def encode_held_out_chats(
     options: ChatOptions, tokenizer: PreTrainedTokenizerBase, *, length: int
 ) -> list[EncodedChat]:
-    """The chats as token ids; those that cpt ships without the ones that do not fit the model. Raises
-    ValueError for one of a file that does not."""
+    """The held-out chats as token ids. Of the chats that cpt ships, those that do not fit the model are
+    skipped; of a file of the user (`options.path`), one that does not fit raises ValueError."""
     if options.path is None and DEFAULT_TEMPLATE not in read_chat_templates(tokenizer):
         if is_first_process():
             log.info(
-                "Skipping chats: the tokenizer has no chat template, or of several none is named default"
+                "Skipping chats: the tokenizer has no chat template, or several and none is named default"
             )
         return []
     chats = read_chats(options)

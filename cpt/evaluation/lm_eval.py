@@ -227,9 +227,9 @@ def load_columns(options: LMEvalOptions) -> dict[str, Column]:
 
 @contextmanager
 def checking_data_set_access() -> Iterator[None]:
-    """Inside the context `datasets.load_dataset`, by which a task of the harness reads its data when it is
-    made, raises ConnectionError at once for a data set of the Hub, whose host has no address: its client
-    would ask again and again, for minutes."""
+    """Inside the context `datasets.load_dataset` raises ConnectionError at once for a data set of the Hub if
+    the Hub cannot be reached. The client of the Hub would retry for minutes. A task of the harness calls it
+    when it is constructed."""
     load = datasets.load_dataset
 
     def load_within_reach(path: str, *arguments: Any, **options: Any) -> Any:

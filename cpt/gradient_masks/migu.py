@@ -87,7 +87,9 @@ class MagnitudeMask(GradientMask):
         if self.options.head:
             outer_layers = self.find_outer_layers(model, covered) if projections is None else []
             if not outer_layers:
-                log.warning("No effect of head=true: the head is not trained, or the embedding (tied=true)")
+                log.warning(
+                    "No effect of head=true: the head is frozen, or tied to the embedding (tied=true)"
+                )
             covered += outer_layers
 
         selected = [layer for layer in covered if re.search(self.options.only or "", layer.name)]

@@ -140,7 +140,7 @@ def prepare_custom(custom: Mapping[str, Logger], run: LoggedRun) -> list[Logger]
     if custom and renamed_texts and is_first_process():
         changes = list_names([f"{text} is {name}" for text, name in renamed_texts.items()])
         text_count = count_noun(len(renamed_texts), "text")
-        log.info("Names of %s in %s: %s", text_count, ", ".join(custom), changes)
+        log.info("Renaming %s in %s: %s", text_count, ", ".join(custom), changes)
 
     prepared = []
     for name, logger in custom.items():

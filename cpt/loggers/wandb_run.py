@@ -119,7 +119,7 @@ def open_wandb(
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
     if mode == "online":
-        log.info("Connecting to W&B (90 seconds at most; WANDB_INIT_TIMEOUT is another limit)")
+        log.info("Connecting to W&B (at most 90 seconds; WANDB_INIT_TIMEOUT=SECONDS changes the limit)")
     try:
         return init_wandb(
             identifier, folder, mode=mode, destination=destination, labels=labels, config=config

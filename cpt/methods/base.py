@@ -175,8 +175,8 @@ class ContinualMethod(StageModule):
             return self.objective.nll(self.model, batch)
 
     def base_parameters(self) -> dict[str, Tensor]:
-        """The parameters, by name, that turn the model into the base; those that never change are left
-        out."""
+        """The base's values, by name, of the parameters that the method may change: loaded into the model
+        they restore the base."""
         assert self.base_weights is not None
         weights = self.base_weights.complete(self.model)
         if self.domain_params is not None:

@@ -218,7 +218,7 @@ class SDFT(ContinualMethod):
         self.has_logged_place = True
         if is_first_process():
             log.info(
-                "Showing answers at the end of prompts that do not end as a chat's question, as in %s",
+                "Showing answers after the prompt where it does not end with a turn of the user, as in %s",
                 self.domain.name,
             )
 
@@ -228,8 +228,8 @@ class SDFT(ContinualMethod):
             return
         self.has_logged_length = True
         log.warning(
-            "Leaving out questions of %s to which the model has no room for an answer: the first takes %d "
-            "tokens with its demonstration (method.prompt)",
+            "Leaving out questions of %s that leave no positions for an answer: the first takes %d tokens "
+            "with its demonstration (method.prompt)",
             self.domain.name,
             num_tokens,
         )

@@ -457,8 +457,8 @@ class StageModule(LightningModule):
         return bool((self.trainer.global_step + 1) % cast(Any, self.trainer).log_every_n_steps == 0)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # Averaged first: what follows decides alike in all processes. Constraints last, as a factor or a
-        # projection of the method could lead out of what they leave.
+        # Gradients are averaged first, so that all processes compute the same below. Constraints come last: a
+        # factor or a projection of the method could violate them.
         average_gradients(self)
         self.on_gradients_ready()
         self.apply_factors(optimizer)

@@ -42,7 +42,7 @@ def check_fit(
 
 
 def find_misfits(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields the differences of a tokenizer from that of the checkpoint, in words, the plainest first."""
+    """Yields descriptions of how a tokenizer differs from that of the checkpoint, the plainest first."""
     if tokenizer.is_fast != own_tokenizer.is_fast:
         version = "a fast version" if tokenizer.is_fast else "no fast version"
         yield f"it has {version}, unlike that of the checkpoint"
@@ -163,8 +163,8 @@ def describe_other_roles(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreT
 def find_sub_tokens(
     tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTokenizerBase
 ) -> dict[int, list[int]]:
-    """The new tokens of a tokenizer by id, with the ids that the checkpoint's own tokenizer has in the place
-    of each; [] for text that it does not know.
+    """The new tokens of a tokenizer by id, each with the ids to which the checkpoint's own tokenizer encodes
+    it; [] for text that it does not know.
 
     Added tokens are text, which the own tokenizer encodes; entries of the vocabulary are words or parts of
     words, which its model cuts."""

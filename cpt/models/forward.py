@@ -91,7 +91,7 @@ def set_temporarily(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def set_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Train or eval mode inside the context; then every submodule has its previous mode."""
+    """Sets train or eval mode inside the context; afterwards every submodule has its previous mode."""
     previous = [(submodule, submodule.training) for submodule in module.modules()]
     module.train(training)
     try:

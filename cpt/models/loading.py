@@ -405,7 +405,7 @@ def log_separate_head(model: PreTrainedModel, checkpoint: str | Path) -> None:
     stored_config, _ = PretrainedConfig.get_config_dict(checkpoint)
     if stored_config.get("tie_word_embeddings") is True and not is_tied(model) and is_first_process():
         log.info(
-            "The head of %s stays apart from its embedding, as they are stored, though config.json ties them",
+            "Keeping head and embedding of %s untied, as they are stored, although config.json ties them",
             checkpoint,
         )
 
@@ -612,7 +612,8 @@ def find_max_positions(model: PreTrainedModel) -> int | None:
 
 
 def check_length(length: int, model: PreTrainedModel, objective: Objective) -> None:
-    """Raises ValueError for samples longer than the model's positions, or than the sentinels suffice for."""
+    """Raises ValueError for samples longer than the model has positions, or than the tokenizer has sentinel
+    tokens for (T5's objective)."""
     longest = objective.longest
     positions = find_max_positions(model)
     # Where both limits are equal, the positions are named.

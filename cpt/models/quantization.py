@@ -72,8 +72,8 @@ def remove_stored_config(config: PretrainedConfig) -> None:
 
 
 def make_loading_config(config: PretrainedConfig, quantization: str) -> Any:
-    """The `quantization_config` that transformers is given with a checkpoint; None where it is to load the
-    weights as they are stored."""
+    """The `quantization_config` with which transformers loads a checkpoint; None: weights as they are
+    stored."""
     if describe_stored(config) == MXFP4:
         return Mxfp4Config(dequantize=True)
     if quantization == "nf4":

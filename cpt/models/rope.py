@@ -74,7 +74,7 @@ def check_layer_types(requested: Mapping[str, Any], layer_types: list[str], *, m
             raise InvalidOptionError(
                 KEY,
                 dict(requested),
-                reason=f"all layers of a {model_type} have the same" if nested else "",
+                reason=f"a {model_type} has one set of parameters for all layers" if nested else "",
                 allowed="null, or {rope_type: yarn, factor: 4} and other parameters of transformers",
             )
         return

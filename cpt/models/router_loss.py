@@ -106,7 +106,8 @@ class RouterLoss:
     def ask_for_logits(
         self, body: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The pre-hook of a model's body."""
+        """The pre-hook of a model's body, which has it return the logits of its routers in training. None:
+        the arguments stay as they are."""
         if self.logits is not None or not torch.is_grad_enabled():
             return None
         self.is_open = True

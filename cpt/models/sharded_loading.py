@@ -187,8 +187,8 @@ class ShardLoader:
                     self.slices.pop(key, None)
 
     def find_tables(self) -> dict[str, nn.Parameter]:
-        """The weights with a row for each entry of the vocabulary, each by a name that the files have, if
-        they have it."""
+        """The weights with a row for each entry of the vocabulary, by name. Of tied weights, which have
+        several names, the one that the files use is taken."""
         ids = set[int]()
         for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
             if module is not None:

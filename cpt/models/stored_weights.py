@@ -371,9 +371,9 @@ def log_unused(report: WeightsReport, stored: StoredWeights, checkpoint: str) ->
     unused_names = set(report.unused)
     used_names = {replace_block_numbers(name) for name in stored.tensors if name not in unused_names}
     if any(replace_block_numbers(name) in used_names for name in report.unused):
-        log.warning("%s has more blocks than its config.json says: not using %s", checkpoint, description)
+        log.warning("%s has more blocks than its config.json says: ignoring %s", checkpoint, description)
     else:
-        log.info("Not using %s of %s, which the model has no place for", description, checkpoint)
+        log.info("Ignoring %s of %s: the model has no such parameters", description, checkpoint)
 
 
 def replace_block_numbers(name: str) -> str:

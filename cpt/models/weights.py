@@ -355,7 +355,7 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
 
 
 def name_kinds(model: PreTrainedModel) -> dict[str, str]:
-    """The kind of each parameter, by its name, in reports."""
+    """The kind of each parameter as reports call it, by the name of the parameter."""
     block_ids = set[int]()
     with suppress(ValueError):  # of a model without known blocks
         for _, block in find_blocks(model):

@@ -80,9 +80,9 @@ def find_base_losses(scores: Scores) -> dict[str, float]:
 
 
 def have_same_base(first: Scores, second: Scores, *, hashes: tuple[str, str]) -> bool:
-    """Whether two runs over the same texts began with the same model: by their losses before training, and
-    by the `hashes` of their weights ("": unknown), which differ for the same weights in other files. True
-    where nothing is known."""
+    """Whether two runs over the same texts began with the same model, judged by their losses before training
+    and by the `hashes` of their weight files ("": unknown). Other files may hold the same weights: then the
+    losses decide. True if neither is known."""
     gap = find_largest_gap(find_base_losses(first), find_base_losses(second))
     if all(hashes) and hashes[0] != hashes[1]:
         return gap is not None and gap <= SAME_WEIGHTS

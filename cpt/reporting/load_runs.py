@@ -317,8 +317,8 @@ def leave_out_tasks(runs: Sequence[MeasuredRun]) -> None:
 
 
 def leave_out_means(runs: Sequence[MeasuredRun]) -> None:
-    """Takes a metric out of those of comparable runs in which it is a mean over fewer cells of the matrix
-    than in another."""
+    """Removes a metric from those of comparable runs in which it is a mean over fewer cells of the matrix
+    than in another run."""
     for metric in METRICS:
         num_cells: dict[MeasuredRun, float] = {}
         for run in runs:

@@ -345,7 +345,7 @@ class Collector:
         return True
 
     def leave(self, open_jobs: Sequence[ClusterJob], number: int) -> None:
-        """Says which jobs are still in the queue, and raises SystemExit."""
+        """Logs which jobs are still in the queue, and raises SystemExit."""
         numbers = [job.number for job in open_jobs]
         parts = [f"Stopping on {signal.Signals(number).name}"]
         if numbers:
@@ -403,8 +403,8 @@ def find_queued(
     active = queue.active()
     if active is None:
         raise ValueError(
-            "hydra/launcher is invalid: squeue does not answer, and jobs of an earlier start may be queued. "
-            "Allowed: once squeue answers"
+            "squeue does not answer, and jobs of an earlier start may still be in the queue; "
+            "run the same command again when it answers"
         )
 
     for job, submission in recorded.items():

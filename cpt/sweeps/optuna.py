@@ -135,8 +135,8 @@ class OptunaSweeper(Sweeper):
                 ) from error
 
     def read_overrides(self, arguments: Sequence[str]) -> tuple[dict[str, Override], list[str]]:
-        """What is searched, by key, and the overrides that all trials have. Raises ValueError if nothing is
-        searched."""
+        """The searched keys with their overrides, and the overrides that all trials share. Raises ValueError
+        if nothing is searched."""
         lines = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
         parser = OverridesParser.create(config_loader=self.loader)
         # The last of several overrides of a key counts.

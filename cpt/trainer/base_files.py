@@ -88,7 +88,7 @@ def load_of_model_type(stored: Path, model_type: str) -> PreTrainedTokenizerBase
         tokenizer.save_pretrained(folder)
         tokenizer_of_type = load_tokenizer(folder)
     log.info(
-        "Text is split as %s of transformers does for a %s", type(tokenizer_of_type).__name__, model_type
+        "Splitting text as %s of transformers does for a %s", type(tokenizer_of_type).__name__, model_type
     )
     tokenizer_of_type.name_or_path = str(stored)
     return tokenizer_of_type

@@ -114,7 +114,7 @@ class Base:
                 f"{self.checkpoint} was removed while the run used it; "
                 "run the same command again: it makes the base again and continues"
             )
-        log.warning("Making %s again, which was removed while the run used it", self.checkpoint)
+        log.warning("Rebuilding %s, which was removed while the run used it", self.checkpoint)
         self.rebuild()
 
     def find_quantization(self) -> str:
@@ -520,7 +520,7 @@ def pretrain(
         trainer.fit(method, datamodule=data, ckpt_path=resume_from, weights_only=True)
     drop_optimizer(trainer)
 
-    # The checkpoint goes last: a kill before leaves it, and the next start has only to save again.
+    # The checkpoint is removed last: if the process is killed before, the next start only has to save again.
     method.cpu()
     method.model.save_pretrained(folder)
     save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=folder)

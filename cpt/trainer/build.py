@@ -235,7 +235,7 @@ def build_data(
             train[name] = pack(name, "train")
     held_out = {name: pack(name, source.score_on) for name in (*plan.order, GENERAL)}
 
-    # What raw text may have that a model should not see: each training text, then all texts together.
+    # Raw text is checked for control tokens and the like: each training text, then all texts together.
     for name, text in train.items():
         if source.form(name) == TEXT:
             check_training_text(name, text, base.text_format)

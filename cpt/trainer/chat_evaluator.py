@@ -130,7 +130,10 @@ class ChatEvaluator(FileEvaluator):
 
     def report_lost_weights(self, number: int, scores: Scores) -> None:
         """Logs it: chats may be asked for in a run whose stages were not kept, and compare base and last."""
-        log.info("Skipping chats after %s: its weights were not kept", scores.rows[number])
+        log.info(
+            "Skipping chats after %s: its weights were not kept (save_all_stages=true keeps them)",
+            scores.rows[number],
+        )
 
     def measure_requests(self, number: int, requests: list[str], device: torch.device, label: str) -> None:
         _, world = rank_and_world()

@@ -67,7 +67,7 @@ def make_chat_monitor(evaluator: ChatEvaluator | None, *, max_tokens: int) -> Ch
     none of them."""
     if evaluator is None or not evaluator.chats:
         if is_first_process():
-            log.info("Monitoring no chats: the model takes none of them (monitor.chats=true)")
+            log.info("Monitoring no chats: none of the held-out chats fits the model (monitor.chats=true)")
         return None
     return ChatMonitor(evaluator, max_tokens=max_tokens)
 

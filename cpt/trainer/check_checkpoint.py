@@ -121,7 +121,7 @@ def read_tokenizer(
         check_tokenizer_files(Path(name), key="model.tokenizer")
     try:
         tokenizer = loading.load_tokenizer(name)
-    except Exception as error:  # whatever a class raises for files that it does not take
+    except Exception as error:  # each tokenizer class raises other errors for bad files
         allowed = "null, or a folder or a name on the Hub, of a tokenizer with added tokens"
         raise tokenizer_error("model.tokenizer", name, error, allowed=allowed) from error
 
@@ -133,8 +133,8 @@ def read_tokenizer(
 
 
 def check_weight_files(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ValueError for a folder without weights that transformers loads, or with damaged files of them.
-    What it would not load does not matter: a download of one format leaves parts of others."""
+    """Raises ValueError for a folder without weights that transformers loads, or with damaged ones. Files
+    that it would not load are not checked: a download of one format leaves parts of others."""
     names = list_weight_names(config)
     present_names = [name for name in names if (folder / name).is_file()]
     if not present_names:
@@ -314,15 +314,14 @@ def log_modules(folder: Path) -> None:
         return
     index = json.loads(index_path.read_text(encoding="utf-8"))
     domains = index["parts"]
-    attached = f"with those of {domains[-1]}"
+    start = f"those of {domains[-1]}"
     if index["attach"] is None:
-        attached = "without any of them"
+        start = "none of them"
     log.warning(
-        "Modules of %s are for %s; it starts %s: %s",
+        "Starting with %s: %s has modules for %s; cpt.adapters.export.load attaches those of another domain",
+        start,
         folder,
         ", ".join(domains),
-        attached,
-        "cpt.adapters.export.load gives others",
     )
 
 

@@ -153,8 +153,8 @@ class ShardedTensors:
 
 
 def save_sharded(state: Mapping[str, Any], path: Path) -> None:
-    """Writes nested dicts and lists: sharded tensors to a new folder, each process its own rows, all else to
-    the small file. Every process has to call it; then the disk holds them."""
+    """Writes nested dicts and lists: sharded tensors to a new folder, each process its own rows, everything
+    else to the file `path`. Every process has to call it; when it returns, the files are on the disk."""
     sharded = ShardedTensors()
     whole_state = sharded.take_from(dict(state))
     folder = None

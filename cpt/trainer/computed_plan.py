@@ -128,7 +128,7 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
     if plan.trainer.micro_batch == AUTO:
         divided = []
         for layout in layouts:
-            # As in a run, the share is of all that the process holds: libraries, too.
+            # As in a run, the limit includes what libraries hold in the process.
             limit = int(find_share(layout.strategy) * find_limit(kind, layout))
             divided.append(changes.divide(simulated, layout, limit=limit - process_bytes))
         layouts = divided
@@ -208,7 +208,7 @@ class Estimate:
 def estimate_layout(
     simulated: SimulatedPlan, layout: Layout, rates: Rates, changes: ChangeSearch, *, process_bytes: int
 ) -> Estimate:
-    """What a run needs in a layout. On a CPU `process_bytes` of its memory are taken before any tensor is."""
+    """What a run needs in a layout. On a CPU the process has `process_bytes` without any tensor."""
     memory = find_memory(simulated, layout)
     peak = find_peak_bytes(memory)
     holes = count_heap_holes(simulated.kind, layout, memory)

@@ -88,7 +88,10 @@ class DivergenceEvaluator(FileEvaluator):
 
     def report_lost_weights(self, number: int, scores: Scores) -> None:
         """Logs it: a later start may ask for the divergence of a run whose stages were not kept."""
-        log.info("Skipping the divergence after %s: its weights were not kept", scores.rows[number])
+        log.info(
+            "Skipping the divergence after %s: its weights were not kept (save_all_stages=true keeps them)",
+            scores.rows[number],
+        )
 
     def measure_requests(self, number: int, requests: list[str], device: torch.device, label: str) -> None:
         lightning_trainer = make_trainer(

@@ -108,7 +108,11 @@ class FileEvaluator(Evaluator):
         Raises InvalidOptionError in any other run."""
         row = scores.rows[number]
         if number <= max(scores.grown, default=0):
-            log.info("Skipping %s after %s: its weights were not kept", self.GROUP, row)
+            log.info(
+                "Skipping %s after %s: its weights were not kept (save_all_stages=true keeps them)",
+                self.GROUP,
+                row,
+            )
             return
         raise InvalidOptionError(
             f"{self.GROUP}.when",

@@ -216,7 +216,7 @@ def read_questions(
             skipped.append(task)
 
     if skipped and is_first_process():
-        log.info("Skipping %s, whose answers are open (answers.written=false)", ", ".join(skipped))
+        log.info("Skipping %s: free answers are measured with answers.written=true only", ", ".join(skipped))
     return questions
 
 

@@ -162,8 +162,8 @@ def list_options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
 
 @contextmanager
 def explaining_missing(cfg: DictConfig) -> Iterator[None]:
-    """Turns the error for a required option of a config without a value into a ValueError that says what it
-    is."""
+    """Turns the error for a required option without a value into a ValueError with the option's
+    description."""
     try:
         yield
     except MissingMandatoryValue as error:

@@ -78,8 +78,8 @@ def find_numerics(machine: Machine, base: Base) -> dict[str, str]:
 
 
 def describe_speed(plan: Plan, machine: Machine) -> dict[str, str]:
-    """What is compiled, where `trainer.compile=auto` has decided it, and the samples of a forward pass in
-    training, where `trainer.micro_batch` has."""
+    """What is compiled, if `trainer.compile=auto` decided it, and the number of samples in a forward pass of
+    training, if `trainer.micro_batch` set or chose it."""
     described = {}
     if plan.trainer.compile == AUTO:
         described["compile"] = BLOCKS if machine.compiles_blocks else NOTHING

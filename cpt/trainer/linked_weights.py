@@ -63,7 +63,9 @@ def link_weights(path: Path, model: Path) -> None:
     try:
         link_files(linked, model, folder)
     except OSError as error:
-        log.info("Keeping the weights of %s and of %s: no hard links here (%s)", model, path, error.strerror)
+        log.info(
+            "Storing the weights twice, in %s and %s: no hard links here (%s)", model, path, error.strerror
+        )
         shutil.rmtree(folder)
         return
     if not linked:

@@ -185,7 +185,9 @@ def keep_num_threads(path: Path, *, num_processes: int) -> None:
         raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
     if int(stored_text) != num_threads:
         thread_count = count_noun(int(stored_text), "thread")
-        log.info("Computing with %s, as this run began, not with %d", thread_count, num_threads)
+        log.info(
+            "Computing with %s, as at the first start of this run, instead of %d", thread_count, num_threads
+        )
     if is_first_process() and not path.exists():
         files.write_atomically(path, stored_text)
 
@@ -262,7 +264,7 @@ class ContinualTrainer:
         )
 
     def fit(self) -> None:
-        """Measures what committed rows lack, then trains and evaluates the remaining stages."""
+        """Measures what stored rows lack, then trains and evaluates the remaining stages."""
         num_committed = len(self.scores.rows)
         for number in range(num_committed):  # a restart may ask for more than the start that committed a row
             self.evaluate(number)

@@ -65,7 +65,7 @@ class Manifest:
         files.write_atomically(run.manifest, json.dumps(asdict(self), indent=1))
 
     def find_touched(self, plan: Plan) -> tuple[list[str], list[str]]:
-        """The texts, and the files of a checkpoint, that have other sizes or times now."""
+        """The texts, and the files of a checkpoint, whose sizes or modification times have changed."""
         texts = []
         for name, facts in self.texts.items():
             source, source_name = find_source(plan, name)

@@ -158,7 +158,9 @@ class MatrixEvaluator(Evaluator):
             with original_weights(self.module.model, self.original_files):
                 scores = self.evaluate("base, unquantized", texts)
         except MissingWeightError as error:
-            log.info("Not scoring the base before it was quantized: its files have no %s as the model", error)
+            log.info(
+                "Not scoring the base before it was quantized: its files store %s in another form", error
+            )
             return {}
         return {text: score.nll for text, score in scores.items()}
 

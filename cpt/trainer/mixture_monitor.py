@@ -60,7 +60,7 @@ class MixtureMonitor(Callback):
         if sums is None:
             if module.domain.index == 0 and not self.has_reported_none and is_first_process():
                 log.info(
-                    "No losses of parts of the mixture: those of %s are not made of self.lm_loss(batch)",
+                    "Not logging the loss of each part of the mixture: %s does not call self.lm_loss(batch)",
                     type(module).__name__,
                 )
             self.has_reported_none = True

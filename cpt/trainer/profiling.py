@@ -295,8 +295,9 @@ def store_stage(plan: Plan, module: ContinualMethod, path: Path, profile: Profil
 
 
 def extend_profiles(profiles: Sequence[Profile], num_stages: int) -> list[Profile]:
-    """The profiles of the base and all stages: each further one adds what the last profiled one has added."""
-    # A single trained stage says nothing of growth: it is compared with itself, and adds nothing.
+    """The profiles of the base and all stages: sizes of further stages grow as from the last but one to the
+    last profiled stage."""
+    # A single trained stage shows no growth: it is compared with itself, so that nothing grows.
     extended = list(profiles[: num_stages + 1])
     trained = profiles[1:]
     for num_beyond in range(1, num_stages - len(trained) + 1):

@@ -154,7 +154,8 @@ def check_keys(cfg: DictConfig, text: str) -> None:
 
 
 def choose(section: Section, kind: type, *, default: Any = None) -> Any:
-    """The options of the class below `kind` that a section chooses; `default` where it chooses none."""
+    """The options of the class that a section chooses, a subclass of `kind`; `default` if its `_target_` is
+    null."""
     if default is not None and section.values.get("_target_", "") is None:
         return default
     options = section.choose(is_required=default is not None)

@@ -44,7 +44,9 @@ def measure_run_chats(
     )
     base_losses = evaluator.read_losses(BASE_ROW, LOSSES)
     if evaluator.digest != texts.scores.chats["set"] or base_losses is None:
-        log.warning("Skipping chats: those of the run, or their losses at its base, are not there any more")
+        log.warning(
+            "Skipping chats: the held-out chats of the run, or their losses under its base, no longer exist"
+        )
         return {}
 
     # In the order in which a run measures them: the base's answers are read, the model's are new.

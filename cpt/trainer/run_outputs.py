@@ -13,8 +13,9 @@ def rewrite_report(run: RunDir, scores: Scores) -> None:
     write_report(run.path, scores)
     if not (run.path / CHECKSUMS).exists():
         return
+
+    # The new checksums keep the next start of the run from calling the new page damaged.
     pages = [run.path / name for name in REPORTS]
-    # Else the next start of the run would find the new page damaged.
     write_checksums(run.path, [*pages, *run.path.glob("report-*.png")], unread=read_checksums(run.path))
 
 

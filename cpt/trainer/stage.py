@@ -56,8 +56,8 @@ class StageCallbacks:
     step_checkpoint: StepCheckpoint
 
     def in_order(self) -> list[Callback]:
-        """As Lightning is to call them: costs count the tokens of a step before the monitor asks for them;
-        the checkpoint, last, stores the state of all others after the same step."""
+        """The callbacks in the order in which Lightning has to call them: costs count the tokens of a step
+        before the monitor reads them; the checkpoint, last, stores the state of all others after the step."""
         callbacks: list[Callback] = [self.cost_monitor]
         if self.monitor is not None:
             callbacks.append(self.monitor)
@@ -276,7 +276,7 @@ def describe_part(name: str, token_share: float, row_share: float, *, asked_shar
 def load_stage_state(
     module: ContinualMethod, number: int, *, plan: Plan, run: RunDir, data: DomainSequence
 ) -> None:
-    """Loads the stored state after a stage into a module. If that is sharded, every process has to call it.
+    """Loads the stored state after a stage into a module. Every process of a sharded module has to call it.
 
     Raises ValueError for damaged files, and for the state of another model or method."""
     path = run.stage_path(number)

@@ -287,7 +287,7 @@ def test_plain_names_stay_and_custom_loggers_get_one_value_for_each_text(tmp_pat
     (row,) = logger.metrics
     perplexities = [name for name in row if name.startswith("ppl/C")]
     assert len({clean_for_mlflow(name) for name in perplexities}) == 3 and "ppl/C" in perplexities
-    assert "Names of 2 texts in mlflow: C++ is C_-" in caplog.text
+    assert "Renaming 2 texts in mlflow: C++ is C_-" in caplog.text
     assert "ppl/C++" in (tmp_path / "metrics.csv").read_text()  # a CSV file has any name
 
 

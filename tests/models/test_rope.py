@@ -104,7 +104,7 @@ def test_the_tokenizer_takes_as_much_text_as_the_scaled_model(parameters):
 
 REFUSED = {
     "gpt2": (YARN, "a gpt2 has no rotary positions. Allowed: null"),
-    "llama": ({"full_attention": YARN}, "all layers of a llama have the same"),
+    "llama": ({"full_attention": YARN}, "a llama has one set of parameters for all layers"),
     "gemma3_text": (
         YARN,
         "a gemma3_text has them by type of layer. Allowed: null, or keys of sliding_attention, ",

@@ -207,10 +207,10 @@ def test_a_masked_model_reads_sources_of_text_and_losses_without_parts_are_said_
     def losses(module, batch):
         return {"lm": module.objective.sum_nll(module.model, batch) * batch["weight"]}
 
-    assert "No losses of parts" not in caplog.text
+    assert "Not logging the loss of each part" not in caplog.text
     monkeypatch.setattr(NCL, "losses", losses)
     start(small(*options), tmp_path / "plain")
-    assert caplog.text.count("No losses of parts of the mixture: those of NCL are not made of") == 1
+    assert caplog.text.count("Not logging the loss of each part of the mixture: NCL does not call") == 1
 
 
 @pytest.mark.parametrize(

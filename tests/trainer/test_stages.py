@@ -290,7 +290,7 @@ def test_without_hard_links_the_stage_stays_as_it_is(tmp_path, monkeypatch, capl
     monkeypatch.setattr(linked_weights.os, "link", refuse)
     link_weights(path, model)
     assert path.read_bytes() == before and {*tmp_path.iterdir()} == {path, model}
-    assert f"Keeping the weights of {model} and of {path}: no hard links here" in caplog.text
+    assert f"Storing the weights twice, in {model} and {path}: no hard links here" in caplog.text
 
 
 def test_a_damaged_or_missing_file_of_shards_is_refused_and_reported(mesh, tmp_path):

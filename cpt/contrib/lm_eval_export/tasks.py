@@ -72,7 +72,8 @@ class HarnessTexts:
         self.prefix = tokenizer.decode(first)  # tells the harness that a question has its first token
 
     def find_beginning(self) -> str:
-        """The text of the ids before a text, with a blank where the tokenizer needs one to make these ids."""
+        """The text of the special tokens before a text, with a blank if the tokenizer encodes it to these
+        tokens only then."""
         tokenizer = self.encoder.tokenizer
         begin_ids = self.encoder.frame.begin
         begin = tokenizer.decode(begin_ids)

@@ -258,7 +258,7 @@ def open_output_folder(path: Path, *, mode: str) -> Iterator[Path]:
 def choose_destination(
     config: Mapping[str, Any], *, project: str | None, entity: str | None, mode: str
 ) -> WandbPlace:
-    """Where on W&B a run goes: as the command says, else as the run's config."""
+    """The project and entity on W&B of a run: those of the command line, else those of the run's config."""
     logger = config.get("logger") or {}
     return WandbPlace(
         mode=mode, project=project or logger.get("project"), entity=entity or logger.get("entity")

@@ -140,7 +140,7 @@ class Source(Options, ABC):
         packings = PACKINGS[kind]
         if self.packing is not None and self.packing not in packings:
             raise InvalidOptionError(
-                "packing", self.packing, allowed=f"{', '.join(packings)} of domains of {kind}"
+                "packing", self.packing, allowed=f"{', '.join(packings)}, for domains of {kind}"
             )
         if self.by == "coarse" and kind == EXAMPLES:
             raise InvalidOptionError(

@@ -151,7 +151,11 @@ class Hub(Source):
             refuse_parts(splits, section=section)
         unread = [split_name for split_name in split_names if split_name not in splits.values()]
         if unread and not entry.get("splits"):
-            log.info("Leaving out splits of %s: %s (splits of its entry)", path, ", ".join(unread))
+            log.info(
+                "Leaving out splits of %s: %s (`splits` in its catalogue entry chooses others)",
+                path,
+                ", ".join(unread),
+            )
 
         bad = BadExamples(is_skipping=self.on_bad_example == "skip")
         oddities = Oddities()

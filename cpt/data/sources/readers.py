@@ -375,9 +375,10 @@ def split_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def read_lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
-    """The lines of a file, unpacked and ended by line feeds, without byte order marks at their beginnings.
-    Raises ValueError for one that is not UTF-8, that has control characters as binary files, UTF-16 and the
-    NULs of a file that was not written to its end, and for a pointer of Git LFS."""
+    """Yields the lines of a file, which may be compressed, without byte order marks at their beginnings.
+
+    Raises ValueError for a file that is not UTF-8; for control characters, which binary files, UTF-16 and
+    files that were not written to their end (NUL) have; and for a pointer of Git LFS."""
     num_marks = 0
     with explaining_zstd(path), open_packed(path) as file:
         for number, line in enumerate(split_lines(file), start=1):
@@ -679,7 +680,8 @@ def number_rows(path: Path, batches: Iterable[pa.RecordBatch], reject: Reject) -
     """The rows of a table; `reject` is called for one whose texts are not UTF-8."""
     num_before = 0
     for batch in batches:
-        # At once, which is fast; where a text of the batch is not UTF-8, row by row, to find which one.
+        # Converting a batch at once is fast. If one of its texts is not UTF-8, the rows are converted one by
+        # one to find it.
         try:
             rows = batch.to_pylist()
         except UnicodeDecodeError:

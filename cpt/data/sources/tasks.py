@@ -493,7 +493,7 @@ class Tasks(Source):
                 "Ignoring %s of development splits, like %s: %s",
                 count_noun(len(unread), "file"),
                 unread[0],
-                "what is tuned on is held out from train (domains.held_out.valid)",
+                "validation text is held out from train instead (domains.held_out.valid)",
             )
         self.log_ignored()
         if self.general_folder is None:
@@ -639,8 +639,8 @@ class Tasks(Source):
                 raise ValueError(f"{path} is empty; needed: a row or more, or no such file")
 
     def read_files(self, name: str) -> Iterator[tuple[str, Path]]:
-        """The files of a data set that are read, with their splits. Those of a development split are the
-        validation text of chats, and left out of published layouts, where they are often the test set."""
+        """Yields split and path of each file of a data set that is read. A development split is the
+        validation text of chats; in published layouts, where it is often the test set, it is left out."""
         for split, path in self.files.get(name, ()):
             if split != "dev":
                 yield split, path

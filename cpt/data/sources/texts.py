@@ -184,8 +184,8 @@ class Texts(Source):
         return reason
 
     def log_idle_options(self, order: Sequence[str], files: Mapping[Path, Sequence[Path]]) -> None:
-        """Logs options for tables where no text is in one, and those for plain files likewise. `files`: as of
-        `find_files`."""
+        """Logs options for tables if no text is in a table, and options for plain files if no text is in one.
+        `files` is what `find_files` returns."""
         suffixes_by_name = {}
         for name in (*order, GENERAL):
             folder = self.folder_of(name)
@@ -195,7 +195,7 @@ class Texts(Source):
 
         own_columns = self.columns or {}
         if self.column != DEFAULT_COLUMN and not with_tables - {*own_columns}:
-            log.warning("No effect of domains.column: no text that it is for is in a table")
+            log.warning("No effect of domains.column: none of the texts that it applies to is in a table")
         idle_names = [name for name in own_columns if name in suffixes_by_name and name not in with_tables]
         if idle_names:
             log.warning("No effect of domains.columns on %s: no tables there", ", ".join(idle_names))

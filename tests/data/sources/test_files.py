@@ -189,8 +189,12 @@ def test_options_for_kinds_of_files_that_are_not_there_are_named(tmp_path, caplo
     assert "No effect" not in caplog.text
 
     for options, order, message in (
-        ({"column": "body"}, ["plain"], "domains.column: no text that it is for is in a table"),
-        ({"column": "body", "columns": columns}, ["table"], "domains.column: no text that it is for"),
+        ({"column": "body"}, ["plain"], "domains.column: none of the texts that it applies to is in a table"),
+        (
+            {"column": "body", "columns": columns},
+            ["table"],
+            "domains.column: none of the texts that it applies to",
+        ),
         ({"columns": columns | {"plain": "body"}}, ["plain"], "domains.columns on plain: no tables there"),
         ({"columns": columns, "document": "line"}, ["table"], "domains.document=line: no text is in a .txt"),
     ):
