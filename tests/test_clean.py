@@ -119,9 +119,7 @@ def test_it_leaves_all_that_a_run_uses(small, start, tmp_path, killing, capsys):
     assert not [path for path in artifacts if path.exists()]
 
 
-def test_a_base_that_is_removed_during_a_run_is_made_again_with_the_same_result(
-    small, start, tmp_path, killing, caplog
-):
+def test_a_base_removed_during_a_run_is_rebuilt_with_the_same_result(small, start, tmp_path, killing, caplog):
     cfg = small("order=[law]", "trainer.steps=2", f"cache_dir={tmp_path / 'cache'}")
     base = tmp_path / "cache" / "base"
     killing(AtStep(lambda: [shutil.rmtree(path.parent) for path in base.glob("*/config.json")], "law"))

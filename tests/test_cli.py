@@ -117,7 +117,7 @@ def test_a_flag_between_options_is_named():
 
 
 @pytest.mark.parametrize("program", ["cpt", "cpt.status"])
-def test_a_working_folder_that_is_gone_is_reported(program, tmp_path):
+def test_a_removed_working_folder_is_reported(program, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     line = f"rmdir {folder}; {sys.executable} -m {program} x"
@@ -227,7 +227,7 @@ def test_names_in_a_sweep_keep_their_form_too():
     assert keep_text("name=my 1_0") == "name=my 1_0" and keep_text("--config-dir=1_0") == "--config-dir=1_0"
 
 
-def test_a_plan_in_json_has_the_standard_output_for_itself(tmp_path):
+def test_a_json_plan_is_all_that_is_written_to_standard_output(tmp_path):
     (tmp_path / "texts" / "law").mkdir(parents=True)
     (tmp_path / "texts" / "law" / "all.txt").write_text("A court decides.\n\n" * 50)
     options = ["domains=texts", "domains.root=texts", "order=[law]", "model=tiny_gpt2", "cache_dir=cache"]

@@ -91,7 +91,7 @@ def test_no_file_is_read_that_could_bring_code():
     assert {call.keywords.get("trust_remote_code") for call in loads} == {"False"}
 
 
-def test_a_checkpoint_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_path, monkeypatch):
+def test_a_checkpoint_with_its_own_code_is_refused_without_a_prompt(tmp_path, monkeypatch):
     auto_map = {"AutoConfig": "own.Own", "AutoModelForMaskedLM": "own.M"}
     auto_map["AutoTokenizer"] = ["own.Words", None]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))

@@ -50,7 +50,7 @@ def test_state_is_left_out_and_uses_are_renamed():
     assert len(large) == 500
 
 
-def test_without_storage_as_many_bytes_are_counted():
+def test_a_model_without_storage_counts_the_same_bytes():
     def run():
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))

@@ -131,7 +131,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("harm", DAMAGE)
-def test_a_damaged_artifact_is_made_again(artifact, caplog, harm):
+def test_a_damaged_artifact_is_rebuilt(artifact, caplog, harm):
     folder = artifact.open()
     assert artifact.open() == folder and artifact.num_builds == 1
 

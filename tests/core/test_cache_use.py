@@ -58,7 +58,7 @@ def test_a_process_of_another_machine_is_a_user_for_a_day_after_it_was_heard_of(
     assert find_users(artifact) == []
 
 
-def test_a_record_that_is_being_written_or_damaged_harms_nobody(artifact, tmp_path):
+def test_a_half_written_or_damaged_record_is_ignored(artifact, tmp_path):
     (tmp_path / USES).mkdir()
     (tmp_path / USES / "empty.jsonl").touch()
     (tmp_path / USES / "half.jsonl").write_text('{"host": "a", "pi')

@@ -100,7 +100,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("choices", ALIKE)
-def test_runs_of_one_name_are_told_apart_by_their_paths(choices):
+def test_runs_with_one_name_are_distinguished_by_their_paths(choices):
     overrides_of_runs, endings = ALIKE[choices]
     runs = [RunIdentity(overrides.split(), "ncl", 0, 0) for overrides in overrides_of_runs]
     assert len({run.name() for run in runs}) == 1

@@ -125,7 +125,7 @@ def test_a_model_that_is_no_choice_may_be_a_name_on_the_hub():
     )
 
 
-def test_names_of_other_libraries_and_papers_stand_for_what_exists_under_another_name():
+def test_names_from_other_libraries_and_papers_lead_to_the_names_here():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=["method=lora"])
         keys = {key for key, _ in flatten(cfg)} | set(cfg)

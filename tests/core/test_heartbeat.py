@@ -61,7 +61,7 @@ def wait_while(condition) -> None:
         time.sleep(0.01)
 
 
-def test_a_process_is_told_from_another_with_its_pid_and_from_a_zombie():
+def test_a_process_is_distinguished_from_a_later_one_with_its_pid_and_from_a_zombie():
     current = ProcessId.current()
     assert current.is_alive()
     assert replace(current, start_time=current.start_time + 2).is_alive()  # the clock was set

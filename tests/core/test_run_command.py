@@ -25,7 +25,7 @@ def test_a_checkout_has_run_py_and_an_installed_package_the_command_cpt(tmp_path
     assert find_program_words(tmp_path) == ["python", "run.py"]
 
 
-def test_an_extra_is_installed_from_the_checkout_or_beside_the_installed_package(tmp_path):
+def test_an_extra_is_installed_from_the_checkout_or_into_the_installed_package(tmp_path):
     assert format_install_command("ray") == "pip install -e '.[ray]' in the checkout of cpt"
     assert format_install_command("ray", tmp_path) == "pip install 'cpt[ray]'"
 

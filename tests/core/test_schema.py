@@ -44,7 +44,7 @@ def test_a_type_says_what_it_allows(kind, good, bad, words):
         ("k", 16, Literal["16"], ""),
     ],
 )
-def test_a_value_is_suggested_that_is_spelt_alike_or_has_another_name_elsewhere(key, value, kind, meant):
+def test_values_with_a_similar_spelling_or_a_foreign_name_are_suggested(key, value, kind, meant):
     message = str(wrong_value_error(key, value, kind))
     if meant:
         assert message.startswith(f"{key}={value} is invalid. Did you mean {meant}? Allowed: ")

@@ -112,7 +112,7 @@ def test_another_value_of_a_variable_is_another_run_and_another_secret_the_same(
     assert is_same_setting(1, 1) and not is_same_setting("${oc.env:A}#0000000", "x")
 
 
-def test_an_error_shows_no_secret(capsys):
+def test_an_error_message_shows_no_secret(capsys):
     with pytest.raises(SystemExit), readable_errors():
         raise ValueError("logger.x.chat_token=canary is invalid. Allowed: a class")
     assert capsys.readouterr().err == f"cpt: logger.x.chat_token={HIDDEN} is invalid. Allowed: a class\n"

@@ -97,7 +97,7 @@ def test_tasks_that_are_not_the_processes_of_a_run_are_refused(
         slurm.check_launch(devices, nodes)
 
 
-def test_a_run_is_refused_before_it_has_a_folder_and_a_job_of_a_local_sweep_is_no_task(
+def test_a_run_is_refused_before_its_folder_exists_and_a_job_of_a_local_sweep_is_no_task(
     environment, small, start, tmp_path
 ):
     environment(BATCH | TWO)

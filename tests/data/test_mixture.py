@@ -99,7 +99,7 @@ def read_mixed(folder, tokenizer, *, packing, length=64, **options):
 # How a source is read.
 
 
-def test_of_many_files_those_after_the_last_document_are_not_opened(tmp_path):
+def test_files_after_the_last_document_are_not_opened(tmp_path):
     for number in range(2):
         texts = [f"Document {number} {line}." for line in range(20)]
         pq.write_table(pa.table({"text": texts}), tmp_path / f"train-{number}.parquet")
@@ -236,7 +236,7 @@ def test_a_share_that_changes_is_exact_over_the_stage():
     assert np.abs(np.array(counts) - exact).max() <= 1
 
 
-def test_a_source_goes_on_from_stage_to_stage_and_ends_with_its_limit():
+def test_a_source_continues_from_stage_to_stage_and_ends_at_its_limit():
     mixture = make_mixture({"a": 10}, {"a": {"ratio": 0.25, "max_epochs": 2.5}})
     drawn = []
     stages = [40, 40, 40, 40]

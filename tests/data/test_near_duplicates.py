@@ -74,7 +74,7 @@ def test_they_are_those_of_an_exact_comparison_and_one_changed_word_is_found(mon
         assert count([*upper_case, *changed], training + chinese).found == 16
 
 
-def test_documents_that_are_all_alike_are_compared_in_bounded_memory(monkeypatch):
+def test_near_identical_documents_are_compared_in_bounded_memory(monkeypatch):
     (sentence,) = make_prose(1, words=(40, 40))
     documents = [f"{sentence} {number}" for number in range(250)]
     peaks = {}  # bytes, by limit

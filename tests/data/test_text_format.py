@@ -284,7 +284,7 @@ def test_an_inserted_bos_is_of_the_document_that_it_begins(tmp_path):
     assert [set(documents) for documents in list_documents(packed)] == [{0}, {1}, {2}, {3}, {4}]
 
 
-def test_who_gets_bos_in_rows():
+def test_tokenizers_whose_rows_begin_with_bos():
     opened = bos_tokenizer()
     bare = bare_tokenizer()
     auto = TextOptions(bos_in_rows="auto")

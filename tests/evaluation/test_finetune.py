@@ -194,7 +194,7 @@ def test_pairs_are_encoded_by_the_tokenizers_own_template_and_the_longer_text_is
     assert finetune.find_max_length(prompted, 400) == 43
 
 
-def test_predictions_stand_in_the_order_of_the_file(words):
+def test_predictions_are_in_the_order_of_the_file(words):
     endtask_job = job(words)
     endtask_model = classifier(model("roberta", words), dropout=0.5)
     with torch.no_grad():
@@ -225,7 +225,7 @@ def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, predictio
         tune_on_job(model("roberta", words), job(words, lr=1e30))
 
 
-def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch():
+def test_every_row_is_in_one_batch_which_depends_on_seed_and_epoch():
     ids = [torch.ones(n, dtype=torch.long) for n in np.random.default_rng(0).integers(3, 60, 103)]
     train = EncodedExamples(ids=ids, types=None, labels=torch.zeros(103))
     padded = {}

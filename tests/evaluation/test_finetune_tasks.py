@@ -95,7 +95,7 @@ def test_wrong_examples_are_reported(root, split, examples, message):
         plan(root).source.task("law")
 
 
-def test_a_sample_of_a_task_is_the_same_in_every_run_and_dev_may_stand_for_test(root):
+def test_the_sample_of_a_task_is_the_same_in_every_run_and_dev_can_replace_test(root):
     full_task = plan(root).source.task("law")
     overrides = {"law": {"max_train_samples": 5}}
     sampled_plan = plan(root, max_train_samples=4, max_eval_samples=3, tasks=overrides)

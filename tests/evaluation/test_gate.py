@@ -74,7 +74,7 @@ def test_what_the_documents_do_not_agree_on_is_not_shown():
     assert (food.low, food.high) == pytest.approx((-1.0, -1.0)) and food.verdict == "improved"
 
 
-def test_since_the_base_all_that_was_learned_is_new():
+def test_since_the_base_all_learned_domains_count_as_new():
     before = row_of(law=5.0, food=5.0, space=5.0, general=4.0)
     after = row_of(law=4.0, food=4.0, space=9.0, general=4.0)  # nothing is asked of space, not learned
     for rows in (("base", "law", "food"), ("base", "joint")):

@@ -29,7 +29,7 @@ def test_the_language_is_that_of_common_words_and_letters_or_unknown(text, langu
     assert guess_language(text) == language
 
 
-def test_another_language_is_told_from_one_that_cannot_be():
+def test_another_language_is_distinguished_from_an_unknown_one():
     assert is_other_language("La femme de France, la femme de France", "en") is True
     assert is_other_language("The capital of France is Paris.", "en") is False
     assert is_other_language("Paris", "en") is None  # a name

@@ -45,7 +45,7 @@ def test_a_row_in_a_file_of_its_own_is_read_as_if_scores_json_had_it(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["scores.json"]
 
 
-def test_a_damaged_file_of_a_row_is_one_line_that_says_what_to_do(tmp_path):
+def test_a_damaged_file_of_a_row_gives_one_line_with_the_remedy(tmp_path):
     make_rows(2).save(tmp_path / "scores.json")
     make_rows(3).save_row(2, tmp_path)
     path = row_file(tmp_path, 2)

@@ -229,7 +229,7 @@ def bounds_of(sums, counts, **options):
     return metrics.find_intervals(sums, counts=counts, **{"layout": layout(), "replicates": 100} | options)
 
 
-def test_the_bootstrap_is_deterministic_paired_and_alike_in_any_chunks(monkeypatch):
+def test_the_bootstrap_is_deterministic_paired_and_independent_of_chunks(monkeypatch):
     sums_and_counts = documents(seed=1, size=100)
     first = bounds_of(*sums_and_counts, replicates=300)
     assert (
@@ -314,7 +314,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("message", DAMAGE)
-def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path, message):
+def test_a_bad_file_gives_one_line_with_the_remedy(tmp_path, message):
     path = tmp_path / "scores.json"
     harm = DAMAGE[message]
     make_scores().save(path)

@@ -38,7 +38,7 @@ def test_an_interval_covers_the_mean(size):
         assert 0.942 <= np.mean((low <= 0) & (high >= 0)) <= 0.968
 
 
-def test_the_interval_is_that_of_t_and_of_many_series_that_of_each():
+def test_intervals_follow_students_t_also_for_several_series_at_once():
     for values in ([1.0, 2.0, 4.0, 9.0], np.random.default_rng(0).normal(size=12).tolist()):
         expected = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
         assert interval(values) == pytest.approx(expected)

@@ -98,7 +98,7 @@ def no_variables(monkeypatch):
 
 @pytest.mark.parametrize("error", FAILURES)
 @pytest.mark.parametrize("method", ["log_hyperparams", "log_metrics", "experiment", "save", "finalize"])
-def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, caplog, method, error):
+def test_a_failing_logger_gives_one_warning_and_the_others_continue(tmp_path, caplog, method, error):
     failing = Recorder([method], error)
     working = Recorder()
     scores = make_scores()
@@ -189,7 +189,7 @@ def test_wandb_that_cannot_be_opened_is_a_warning(tmp_path, monkeypatch, caplog,
 
 
 @pytest.mark.parametrize("variable", ["", "20"])
-def test_a_server_that_is_gone_at_the_end_is_a_warning_after_a_limited_wait(
+def test_an_unreachable_server_at_the_end_gives_a_warning_after_a_limited_wait(
     variable, tmp_path, monkeypatch, caplog, no_variables
 ):
     def finish(exit_code):

@@ -55,7 +55,7 @@ def runs(corpora, cache, tmp_path_factory):
     return folder
 
 
-def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(runs):
+def test_every_run_has_one_wandb_run_with_its_id_group_and_final_state(runs):
     records = read_records_of_kind(runs, "run")
     assert len({run.run_id for run in records}) == len(records) == 3
     assert {(run.run_group, run.job_type) for run in records} == {("default", "ncl")}

@@ -54,7 +54,7 @@ def test_a_domain_ends_between_before_and_after(method, options, previous_share,
         assert not equal_tensors(plain.weights(), before)
 
 
-def test_it_is_gone_after_every_so_many_steps(build, monkeypatch):
+def test_weights_are_interpolated_after_each_interval_of_steps(build, monkeypatch):
     run = build("reptile", "method.interpolate_every=0.5", "method.share=0.5", "trainer.steps=4")
     method_class = type(run.module)
     interpolate = method_class.interpolate

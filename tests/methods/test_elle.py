@@ -102,7 +102,7 @@ def learn_recorded(run) -> tuple[list[list[int]], list[Tensor]]:
     return domains, texts
 
 
-def test_recovery_is_of_past_text_and_the_domain_is_what_it_was(elle, build):
+def test_recovery_trains_on_past_text_and_leaves_the_domain_as_it_was(elle, build):
     _, plain_texts = learn_recorded(build("ncl", THREE))
     domains, texts = learn_recorded(elle("method.recovery=0.5", THREE))
     assert domains[6:9] == [[0] * 8] * 3 and len(domains) == 6 + 9 + 9

@@ -391,7 +391,7 @@ def test_the_divergence_is_the_kl_of_padded_means():
 
 
 @pytest.mark.parametrize("form", [[], MOCL], ids=["sapt", "mocl"])
-def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt, small):
+def test_the_second_domain_trains_its_adapter_its_key_and_the_query(form, sapt, small):
     options = [*DECAYED, "method.target_modules=[Wqkv,Wo,Wi]"]  # SAPT has no pair in the head
     run = sapt("method.strength=0", *options, *form)
     plain = build_method_fixture(small("method=lora", ORDER, "trainer.steps=3", *options))

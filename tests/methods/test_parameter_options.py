@@ -105,7 +105,7 @@ def test_merged_domains_have_the_mean_of_the_modules(build):
     assert not torch.equal(*ends)
 
 
-def test_the_norm_of_olora_is_of_adapters_alone(build):
+def test_the_norm_of_olora_is_that_of_the_adapters_only(build):
     run = build("olora", SAVED, "method.norm=0.1", on="causal")
     plain = build("olora", "method.norm=0.1", on="causal")
     [batch] = run.batches()

@@ -51,7 +51,7 @@ def test_where_a_prompt_begins(options, prompt):
             assert torch.equal(starts[-1], starts[0]) == (seed == 0)
 
 
-def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog, prompt):
+def test_new_prompts_come_first_and_learned_domains_keep_every_bit(prog, prompt):
     run = prog("optim.weight_decay=0.5")
     plain = prompt("optim.weight_decay=0.5")
     [batch] = run.batches()

@@ -142,7 +142,7 @@ def test_outputs_survive_a_file_as_the_floats_they_were(precision, tmp_path):
 
 @pytest.mark.parametrize(("stored_world", "current_world"), [(2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("per_process", [3, 60])
-def test_another_number_of_processes_shares_out_what_is_stored(
+def test_another_number_of_processes_shards_the_stored_tensors(
     stored_world, current_world, per_process, as_process
 ):
     total = per_process * stored_world * current_world

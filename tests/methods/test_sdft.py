@@ -128,7 +128,7 @@ def test_rows_without_a_question_keep_their_language_model_loss(build):
     torch.testing.assert_close(module.sum_text_loss(raw, questions), (weights * nll).sum() * raw["weight"])
 
 
-def test_of_several_answers_one_is_drawn_for_each_step():
+def test_one_of_several_answers_is_drawn_for_each_step():
     # Tokens 3 and 4 are one answer, 7 and 8 the other; 8 ends answers.
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
     batch = {

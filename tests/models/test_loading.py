@@ -23,7 +23,7 @@ NAMES = ["roberta", "mpnet", "modernbert", "electra", "distilbert", "gpt2", "lla
 TEXTS = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
 
 
-def test_the_hub_has_no_handler_of_its_own_beside_that_of_the_run():
+def test_the_hub_client_has_no_log_handler_in_addition_to_that_of_the_run():
     assert logging.getLogger("huggingface_hub").handlers == []
 
 

@@ -93,7 +93,7 @@ def is_even(counts):
     return counts.min() > 0 and spread < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
+def test_masked_positions_are_80_percent_masks_10_random_10_unchanged():
     ids = np.random.default_rng(0).integers(0, 100, (3000, 64))
     ids[np.isin(ids, SPECIAL)] = 50
     batch, _ = masked().batch(Rows(ids, np.full(3000, 64), sample_keys(5, np.arange(3000))))
@@ -136,7 +136,7 @@ def answered(tmp_path_factory):
     return encode
 
 
-def test_of_examples_that_are_too_long_the_longest_is_named(answered):
+def test_the_longest_of_several_too_long_examples_is_named(answered):
     with pytest.raises(ValueError, match="other examples are too long as well") as error:
         answered(length=4)
     num_needed = int(re.search(r"at least (\d+)", str(error.value))[1])
@@ -201,7 +201,7 @@ def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     assert all(torch.equal(text_batch[name], raw_batch[name]) for name in raw_batch)
 
 
-def test_two_stacks_read_the_question_and_write_the_answer(t5, answered):
+def test_an_encoder_reads_the_question_and_a_decoder_writes_the_answer(t5, answered):
     rows = rows_of(answered(seq2seq=True), count=5)
     batch, positions = SEQ2SEQ_ANSWERS.batch(rows)
     labels = torch.full(batch["decoder_input_ids"].shape, -100)

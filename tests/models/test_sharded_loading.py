@@ -94,7 +94,7 @@ def test_weights_that_stay_in_16_bits_are_loaded_in_shards(name, write, sharding
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
-def test_a_head_that_is_stored_beside_its_embedding_is_tied_where_they_are_equal(is_equal, write, sharding):
+def test_a_head_stored_in_addition_to_its_embedding_is_tied_if_they_are_equal(is_equal, write, sharding):
     folder, objective = write("llama tied")
     path = max(folder.glob("*.safetensors"), key=lambda path: "model.embed_tokens.weight" in load_file(path))
     tensors = load_file(path)
@@ -162,7 +162,7 @@ def save_with_adapter(folder, objective):
     ("llama", save_without_norm, "they lack model.norm.weight"),
     ("llama", save_with_adapter, "an adapter is merged into them"),
 ])  # fmt: skip
-def test_files_without_a_row_for_each_process_are_loaded_whole_and_a_line_says_so(
+def test_files_without_a_row_for_each_process_are_loaded_whole_with_a_log_line(
     name, change, reason, write, sharding, caplog
 ):
     folder, objective = write(name)

@@ -105,7 +105,7 @@ def test_whole_checkpoints_of_every_format_are_accepted(kind, form, tmp_path, ca
     assert not own_records(caplog)
 
 
-def test_of_a_model_of_images_and_text_the_decoder_is_trained_and_the_rest_is_named(tmp_path, caplog):
+def test_the_text_decoder_of_an_image_model_is_trained_and_the_rest_is_named(tmp_path, caplog):
     caplog.set_level("INFO")
     text = {
         **DECODER,
@@ -153,7 +153,7 @@ def test_a_body_without_some_of_its_tensors_is_refused(form, tmp_path):
 
 
 @pytest.mark.parametrize("is_equal", [False, True])
-def test_a_head_with_other_values_is_apart_whatever_the_config_says(is_equal, form, tmp_path):
+def test_a_head_with_other_values_stays_untied_whatever_the_config_says(is_equal, form, tmp_path):
     def change(tensors):
         if is_equal:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -289,7 +289,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_folder_without_weights_that_are_loaded_says_what_it_has(kind, tmp_path):
+def test_a_folder_without_loadable_weights_is_refused_with_what_it_contains(kind, tmp_path):
     names, reason = FOLDERS[kind]
     checkpoint_of("qwen2", tmp_path, "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

@@ -258,7 +258,7 @@ ATTACHED = {
 
 @pytest.mark.parametrize("attached", ATTACHED)
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
-def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
+def test_the_token_side_of_a_layer_is_that_of_the_tokens_it_reads(name, attached):
     model = build(name).float()
     ATTACHED[attached](model)
     lengths = {}  # by the name of a linear layer, of its outputs

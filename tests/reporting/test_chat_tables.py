@@ -64,7 +64,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize(("rises", "word"), WORDS.items())
-def test_a_run_that_hurts_chats_says_so_whatever_perplexities_say(rises, word):
+def test_a_run_that_hurts_chats_is_reported_whatever_the_perplexities(rises, word):
     scores = scores_with(chats_of(*rises))
     (cells,) = list_chat_tiles(scores)
     title, mean, interval, shown_word, _ = cells

@@ -58,7 +58,7 @@ def conditions(section):
     return "\n".join(findings.list_conditions(section).lines)
 
 
-def test_runs_of_bases_with_other_losses_are_in_sections_that_say_so(tmp_path):
+def test_runs_of_bases_with_other_losses_are_in_sections_that_name_the_difference(tmp_path):
     settings = {"model": {"name": "own", "pretraining": {"steps": 9}}}
     other_settings = {"model": {"name": "own", "pretraining": {"steps": 99}}}
     first = [save_run(tmp_path / f"a{seed}", seed=seed, config=settings) for seed in (0, 1)]
@@ -72,7 +72,7 @@ def test_runs_of_bases_with_other_losses_are_in_sections_that_say_so(tmp_path):
     assert "The bases differ" not in conditions(make_section(first))
 
 
-def test_hashes_tell_bases_apart_unless_they_are_the_same_weights_in_other_files(tmp_path):
+def test_hashes_distinguish_bases_unless_other_files_hold_the_same_weights(tmp_path):
     close_nll = np.array(NLL) + 1e-3
     runs = [
         save_run_of_base(tmp_path / "a", "1"),
@@ -97,7 +97,7 @@ def test_hashes_tell_bases_apart_unless_they_are_the_same_weights_in_other_files
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"base": []}', '{"base": {"a.bin": 3}}', '{"base": {"a.bin": []}}']
 )
-def test_a_manifest_that_is_damaged_or_foreign_says_nothing(tmp_path, text):
+def test_a_damaged_or_foreign_manifest_gives_no_hash_of_the_base(tmp_path, text):
     (tmp_path / "identity.json").write_text(text)
     assert read_base_hash(tmp_path) == ""
 

@@ -81,7 +81,7 @@ def test_small_differences_are_pale_and_single_runs_lead_nothing():
     assert re.fullmatch(r"lowest mean: ewc; −[0-9.]+ against ncl", lead)
 
 
-def test_higher_is_better_where_the_measure_says_so():
+def test_higher_is_better_for_measures_that_declare_it():
     answers = {"ncl": 0.0, "das": 0.3}
     section = make_section(make_runs(answers))
     for run in section.runs:
@@ -90,7 +90,7 @@ def test_higher_is_better_where_the_measure_says_so():
     assert shade(measures, "AP (%)")["das"] == MAX_SHADE
 
 
-def test_of_many_domains_and_seeds_a_table_shows_some_and_says_so():
+def test_a_table_of_many_domains_and_seeds_shows_some_with_a_note():
     order = [f"d{number}" for number in range(20)]
     base = np.full(21, 5.0)
     runs = []

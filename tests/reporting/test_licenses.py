@@ -75,7 +75,7 @@ def test_a_license_of_its_own_name_is_passed_on_with_its_link():
     assert (decision.identifier, decision.name, decision.link) == ("other", "qwen", "https://x/L")
 
 
-def test_a_chosen_license_is_valid_and_what_speaks_against_it_is_said():
+def test_a_chosen_license_is_checked_and_conflicts_are_reported():
     assert check_identifier("Apache-2.0", option="--license") == "apache-2.0"
     assert check_identifier("GPL-3.0-or-later", option="--license") == "gpl-3.0"
     with pytest.raises(ValueError, match=r"--license=apache2 is invalid.*Did you mean apache-2.0\?"):

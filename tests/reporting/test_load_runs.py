@@ -27,7 +27,7 @@ def test_runs_are_found_at_any_depth_once_and_what_is_missing_or_was_only_begun_
     assert [complaint.endswith("nowhere: no such folder") for complaint in found_runs.damaged] == [True]
 
 
-def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
+def test_filters_choose_runs_and_an_invalid_one_names_what_is_allowed():
     choices = itertools.product(("ncl", "das"), (0, 1), ("", "a=1; b=[x,y]"))
     runs = [make_run(method=method, seed=seed, variant=variant) for method, seed, variant in choices]
     for count, words in ((4, "method=das,ncl seed=1"), (2, "method=das variant=b=[x,y]"), (8, "")):

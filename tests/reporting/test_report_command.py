@@ -72,7 +72,7 @@ def test_runs_are_compared_all_and_those_that_are_asked_for(swept, tmp_path, cap
     assert rows["ncl"][:2] == ["das", "2"]
 
 
-def test_links_to_runs_are_not_followed_and_the_error_says_it(swept, tmp_path, capsys):
+def test_links_to_runs_are_not_followed_and_the_error_mentions_them(swept, tmp_path, capsys):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "run").symlink_to(swept / "das-0-0")
     assert main([str(tmp_path / "linked")]) == 2
@@ -80,7 +80,7 @@ def test_links_to_runs_are_not_followed_and_the_error_says_it(swept, tmp_path, c
     assert "no run below it" in error and "links in them are not followed" in error
 
 
-def test_one_run_has_its_own_page_and_gets_no_comparison_beside_it(swept, tmp_path, capsys, no_figures):
+def test_one_run_has_its_own_page_and_no_comparison(swept, tmp_path, capsys, no_figures):
     run = swept / "das-0-0"
     (run / "report.html").write_text("its page")
     before = sorted(path.name for path in run.iterdir())

@@ -82,7 +82,7 @@ UNSEEN = {("gone", name) for name in ("scores.json", "stages/001.pt", "checkpoin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", run_few(ROWS, FEW), ids=map(" ".join, ROWS))
-def test_a_damaged_file_of_a_run_is_made_again_or_refused(
+def test_a_damaged_file_of_a_run_is_rebuilt_or_refused(
     row, finished_run, request, config, start, monkeypatch
 ):
     """A finished run learns nothing; one that goes on ends with the same bits. A refusal is one line that

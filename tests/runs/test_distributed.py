@@ -192,7 +192,7 @@ def test_two_processes_score_as_one(single_run, shared_run):
     assert min(shared_scores["memory"][1:]) > 1e8
 
 
-def test_a_run_goes_on_with_another_number_of_processes(single_run, shared_run, corpora, cache, endtasks):
+def test_a_run_resumes_with_another_number_of_processes(single_run, shared_run, corpora, cache, endtasks):
     """Killed with two processes within a domain, it goes on with one, and with the same order of samples."""
     assert run(shared_run / "left", shared_run / "left" / "out", *endtasks, corpora=corpora, cache=cache) == 0
     assert batches(shared_run / "left" / "out", 0) == batches(single_run / "out", 0)[10:]
@@ -441,7 +441,7 @@ WITHOUT_SHARDS = {
 
 
 @pytest.mark.parametrize("method", run_few(METHODS, ["parts on disk"]))
-def test_shared_out_weights_are_those_of_one_process(method, launched):
+def test_sharded_weights_equal_those_of_one_process(method, launched):
     single_run = launched("alone", *METHODS[method])
     options = [FSDP, *METHODS[method]]
     folder = launched("sharded", *options, death=3)
@@ -472,7 +472,7 @@ OTHERS = [  # options, those of the run beside it, sizes of the model, how far w
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("options", "other_options", "small", "weights", "nats"), OTHERS)
-def test_shared_out_weights_are_those_of_ddp_of_other_models_and_of_steps_of_all_kinds(
+def test_sharded_weights_equal_those_of_ddp_for_other_models_and_all_kinds_of_steps(
     options, other_options, small, weights, nats, launched
 ):
     other_run = launched("other", *other_options, small=small)
@@ -514,7 +514,7 @@ def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("first", "second"), [(FSDP, None), ("strategy=ddp", FSDP)])
-def test_a_killed_run_goes_on_in_another_way(first, second, launched):
+def test_a_killed_run_resumes_under_another_strategy(first, second, launched):
     single_run = launched("alone", "method=kd")
     folder = launched("killed", first, "method=kd", death=3)
     launched("killed", *filter(None, [second]), "method=kd")

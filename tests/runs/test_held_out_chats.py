@@ -216,7 +216,7 @@ def test_chats_that_nothing_monitors_are_refused_in_one_line(small_gpt2, decoder
             start(small_gpt2(*options), tmp_path / "run")
 
 
-def test_a_killed_stage_goes_on_with_the_chats_that_it_began_with(chat_run, killing, tmp_path, caplog):
+def test_a_killed_stage_resumes_with_the_chats_it_began_with(chat_run, killing, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="cpt")
     options = ["trainer.checkpoint_every_n_steps=1", *MONITORED]
     undisturbed = chat_run(tmp_path / "whole", *options)["monitor"]
@@ -251,7 +251,7 @@ def test_what_cannot_answer_chats_is_refused_in_one_line(small_gpt2, decoder, ch
     assert not (tmp_path / "run").exists()
 
 
-def test_of_chats_that_are_too_long_the_longest_is_named(small_gpt2, decoder, start, tmp_path):
+def test_the_longest_of_several_too_long_chats_is_named(small_gpt2, decoder, start, tmp_path):
     rows = []
     for num_words in (400, 900, 500):
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "star " * num_words}]

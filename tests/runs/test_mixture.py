@@ -193,7 +193,7 @@ def test_domains_that_are_streamed_take_sources(composed, cache, corpora, decode
     assert read_scores(tmp_path / "run")["mixture"]["food"]["chat"]["rows"] == 8
 
 
-def test_a_masked_model_reads_sources_of_text_and_losses_without_parts_are_said_once(
+def test_a_masked_model_reads_sources_of_text_and_missing_losses_of_parts_are_logged_once(
     small, start, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO, logger="cpt")

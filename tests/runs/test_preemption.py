@@ -70,7 +70,7 @@ def undisturbed(run_command, tmp_path_factory):
     return start_and_finish(run_command, tmp_path_factory.mktemp("whole"))
 
 
-def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, run_command, tmp_path):
+def test_a_run_that_is_signalled_logs_it_and_loses_nothing(undisturbed, run_command, tmp_path):
     process = begin(run_command, tmp_path, condition=lambda: any(tmp_path.glob("outputs/*/*/checkpoints/*")))
     running = status.read_status(run_folder(tmp_path))
     process.kill()
@@ -101,7 +101,7 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, r
 
 
 @pytest.mark.parametrize("rank", run_few([0, 1], [1]))
-def test_all_processes_leave_and_go_on_together(rank, undisturbed, run_command, tmp_path):
+def test_all_processes_leave_and_continue_together(rank, undisturbed, run_command, tmp_path):
     start = [*run_command, *DDP]
     condition = log_says(tmp_path, "law (1/2)")
     code, lines = start_and_stop(

@@ -148,7 +148,7 @@ def test_each_job_ends_for_itself(submitted, monkeypatch):
     assert not any("console.log" in line for line in lines)  # none of them has one
 
 
-def test_a_job_that_is_queued_again_is_waited_for_and_told_once(submitted, caplog):
+def test_a_requeued_job_is_waited_for_and_logged_once(submitted, caplog):
     caplog.set_level("INFO")
     job = submitted(0)
     queue = FakeQueue(
@@ -183,7 +183,7 @@ def test_a_job_that_is_queued_again_is_waited_for_and_told_once(submitted, caplo
     ]
 
 
-def test_a_job_that_nobody_knows_is_not_waited_for_and_silence_is_no_end(submitted):
+def test_an_unknown_job_is_not_waited_for_and_a_silent_scheduler_ends_none(submitted):
     (job,) = wait(FakeQueue(None, None, {}), submitted(0))
     assert job.failure() == ("failed (lost): job 38_0 left no result, and the scheduler no longer knows it")
 

@@ -107,7 +107,7 @@ def finished_run(sweep, start, stored_run):
     return job.folder
 
 
-def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
+def test_equal_jobs_run_once_and_labels_name_the_differences(sweep):
     assert [str(job) for job in sweep.jobs("seed=1", "seed=2", "seed=1")] == ["#0 seed=1", "#1 seed=2"]
     with pytest.raises(ValueError, match="'#0 seed=1' and '#1 seed=2' share it"):
         sweep.jobs("hydra.run.dir=outputs/one seed=1", "hydra.run.dir=outputs/one seed=2")

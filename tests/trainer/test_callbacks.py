@@ -52,7 +52,7 @@ class Counting(Callback):
         self.losses = state["losses"]
 
 
-def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
+def test_a_callback_lasts_for_the_whole_run_and_a_killed_run_resumes_its_state(
     small, start, tmp_path, monkeypatch
 ):
     Counting.instances.clear()
@@ -111,7 +111,9 @@ SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0
 
 
 @pytest.mark.parametrize("method", [SOFT, "method=osf"], ids=["das", "osf"])
-def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start, killing, small, tmp_path):
+def test_masks_of_the_step_keep_the_protected_subspace_and_released_forms_do_not(
+    method, start, killing, small, tmp_path
+):
     options = [*FEW, *method.split()]
     start_and_kill(start, killing, small(*options), tmp_path / "ours", step=4, domain="food")
     start(small(*options), tmp_path / "ours")

@@ -406,7 +406,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("overrides", WRONG)
-def test_wrong_options_are_refused_in_a_line(computed, overrides, caplog):
+def test_wrong_options_are_refused_with_one_line(computed, overrides, caplog):
     caplog.set_level(logging.ERROR)
     with pytest.raises(ValueError, match=WRONG[overrides]) as refusal:
         computed(*overrides.split())

@@ -140,7 +140,7 @@ def test_it_counts_what_torchs_counter_counts(inference):
     assert counter.total == expected.get_total_flops() > 10**5
 
 
-def test_of_steps_that_differ_the_mean_of_a_period_is_counted(monkeypatch):
+def test_the_mean_over_a_period_of_different_steps_is_counted(monkeypatch):
     def alternating(self, batch):
         passes = 3 if self.trainer.global_step % 2 == 0 else 1
         return sum(self.net(batch["input_ids"]) for _ in range(passes))
@@ -152,7 +152,7 @@ def test_of_steps_that_differ_the_mean_of_a_period_is_counted(monkeypatch):
     assert measure_costs(steps=1).flops == 3 * ONE
 
 
-def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkeypatch):
+def test_an_unusual_first_step_is_not_extrapolated(monkeypatch):
     def growing(self, batch):
         return sum(self.net(batch["input_ids"]) for _ in range(min(self.trainer.global_step, 1) + 1))
 

@@ -108,7 +108,7 @@ def test_losses_that_the_last_row_does_not_have_are_noticed(exported):
     check(recorded=recorded)
 
 
-def test_a_precision_that_is_far_off_is_no_fault_of_the_export_but_is_said(exported, caplog):
+def test_a_large_error_of_the_precision_is_logged_and_not_blamed_on_the_export(exported, caplog):
     _, check, run, _ = exported
     sample = draw_sample(run.module, run.data, num_entries=ENTRIES, precision="bf16-mixed")
     exact_losses = sample.held_out.expected

@@ -71,7 +71,7 @@ def test_changed_text_is_refused_by_name_whether_finished_or_not(
         run("order=0", "verify_inputs=full")
 
 
-def test_text_that_only_looks_changed_goes_on_and_texts_may_move(
+def test_text_with_new_times_or_in_another_folder_is_the_same_run(
     run, config, start, texts, tmp_path, monkeypatch
 ):
     scores = run(ORDER)

@@ -18,7 +18,7 @@ def srun(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
 
-def test_nothing_is_said_of_an_installed_srun_that_is_not_used(srun):
+def test_an_installed_srun_that_is_not_used_gives_no_message(srun):
     with pytest.warns(UserWarning, match="`srun` command is available"):  # Lightning itself does
         SLURMEnvironment.detect()
     make_trainer(OPTIONS, label="", steps=1)

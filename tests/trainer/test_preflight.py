@@ -511,7 +511,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_build_of_torch(unread, smal
 
 
 @pytest.mark.parametrize(("accelerator", "is_warned"), [("auto", True), ("cpu", False)])
-def test_processes_on_the_cpu_that_nobody_asked_for_are_a_warning(accelerator, is_warned, caplog):
+def test_unrequested_processes_on_the_cpu_give_a_warning(accelerator, is_warned, caplog):
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), num_devices=4)
     warn_of_cpu_processes(SimpleNamespace(accelerator=accelerator, devices=4), trainer)
     assert ("No GPU found: starting 4 processes on the CPU (trainer.devices=4, " in caplog.text) == is_warned
@@ -526,7 +526,9 @@ def test_processes_on_the_cpu_that_nobody_asked_for_are_a_warning(accelerator, i
         ({}, 4, False),  # those that Lightning will start
     ],
 )
-def test_the_first_process_says_whom_it_waits_for(variables, world_size, is_told, caplog, monkeypatch):
+def test_the_first_process_logs_which_processes_it_waits_for(
+    variables, world_size, is_told, caplog, monkeypatch
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     caplog.set_level("INFO")

@@ -36,7 +36,7 @@ def interrupt(*args, **options):
     raise KeyboardInterrupt
 
 
-def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
+def test_a_sum_over_processes_passes_contiguous_tensors_to_nccl(monkeypatch):
     def nccl(tensor):
         assert tensor.is_contiguous()
         tensor.mul_(2)
@@ -48,7 +48,7 @@ def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
     assert torch.equal(lora_b, 2 * torch.arange(6.0).view(2, 3).T) and not lora_b.is_contiguous()
 
 
-def test_nobody_waits_for_a_process_whose_work_after_a_stage_has_failed(monkeypatch):
+def test_processes_do_not_wait_for_one_that_failed_after_a_stage(monkeypatch):
     class Failing(LMEvalEvaluator):
         def measure_requests(self, *arguments):
             raise RuntimeError("no memory")
@@ -132,7 +132,7 @@ def test_shards_are_written_once_and_read_as_what_is_stored_shared_out(mesh, tmp
     assert len(shard_places) == 4  # of model and anchor
 
 
-def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
+def test_nested_tensors_of_a_checkpoint_are_sharded_too(mesh, tmp_path):
     path = tmp_path / "001-l[aw].ckpt"
     table = Method(1).share_out(mesh).model["table"].weight.detach()
     state = {0: {"step": torch.tensor(3.0), "exp_avg": table + 1, "seen": 3}}

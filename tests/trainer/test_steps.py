@@ -77,7 +77,7 @@ def test_precision_auto_is_by_capability(device, bf16, stored, chosen, small, mo
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16"])
-def test_a_cpu_has_bf16_in_place_of_fp16_and_says_so(precision, small, caplog):
+def test_a_cpu_uses_bf16_instead_of_fp16_with_a_log_line(precision, small, caplog):
     plan = make_plan(small(f"trainer.precision={precision}"))
     config = AutoConfig.for_model(**plan.model.config)
     with caplog.at_level("WARNING", logger="cpt"):
@@ -95,7 +95,7 @@ def test_a_cpu_has_bf16_in_place_of_fp16_and_says_so(precision, small, caplog):
         ({"architecture": "aarch64"}, False),
     ],
 )
-def test_a_cpu_that_emulates_bf16_says_so(capabilities, is_slow, small, caplog, monkeypatch):
+def test_a_cpu_that_emulates_bf16_is_logged(capabilities, is_slow, small, caplog, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     config = AutoConfig.for_model(**make_plan(small()).model.config)
     for precision, device in (("bf16-mixed", "cpu"), ("32-true", "cpu"), ("bf16-mixed", "cuda")):

@@ -114,7 +114,7 @@ def test_no_past_text_is_read_to_replay_it(start, small_gpt2, tmp_path, texts_re
     assert len(stored_prompts) <= 5 and {len(ids) for ids in stored_prompts} == {3}
 
 
-def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(
+def test_a_run_killed_while_it_writes_resumes_with_the_same_bits(
     start, small_gpt2, tmp_path, blocks, killing, caplog
 ):
     start(small_gpt2(TWO, *FEW, "replay.batch_size=64"), tmp_path / "whole")
@@ -169,7 +169,7 @@ def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
     np.testing.assert_allclose(matrix_of_one, matrix_of_two, atol=1e-4)
 
 
-def test_a_finished_run_is_read_through_and_needs_its_beginnings_to_go_on(start, small_gpt2, tmp_path):
+def test_verify_reads_generated_texts_and_a_run_needs_its_kept_ones_to_continue(start, small_gpt2, tmp_path):
     options = [*FEW, "replay.general_ratio=0.25"]  # what stands for the general text is written by the base
     start(small_gpt2(TWO, *options), tmp_path / "run")
     assert written_texts(tmp_path / "run").keys() == {"001-law/general", "002-food/general", "002-food/law"}

@@ -112,7 +112,7 @@ def test_a_folder_of_one_domain_in_place_of_the_folder_of_all_is_refused(tmp_pat
 @pytest.mark.parametrize(
     ("option", "reason"), [("general", " has no folder general"), (None, "domains.general=null")]
 )
-def test_general_text_that_nobody_has_chosen_is_named(option, reason, tmp_path, caplog):
+def test_the_default_general_text_is_logged(option, reason, tmp_path, caplog):
     caplog.set_level(logging.INFO, "cpt")
     write(tmp_path / "a" / "x.txt", "One.\n")
     open_texts(tmp_path, general=option).check(["a"])

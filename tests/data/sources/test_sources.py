@@ -388,7 +388,7 @@ def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(streaming, data
     assert list(open_hub(entry, streaming=streaming).read("news")) == expected
 
 
-def test_of_a_large_set_no_file_is_opened_after_the_one_with_the_last_document(tmp_path, caplog):
+def test_no_file_of_a_large_set_is_opened_after_the_last_document(tmp_path, caplog):
     shard = [{"text": f"Document {number}."} for number in range(30)]
     Dataset.from_list(shard).to_parquet(tmp_path / "train-00000-of-00003.parquet")
     Dataset.from_list(shard).to_parquet(tmp_path / "train-00001-of-00003.parquet")
