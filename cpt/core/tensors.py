@@ -24,7 +24,7 @@ def load_tensors(path: Path | str, *, mapped: bool = True) -> Any:
         return torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} holds other objects than tensors; it is not loaded, since that could execute code"
+            f"{path} holds other things than tensors; it is not loaded, since that could execute code"
         ) from error
     except (RuntimeError, EOFError) as error:
         if FAILED_ALLOCATION.search(str(error)):

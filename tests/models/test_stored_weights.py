@@ -186,14 +186,14 @@ def test_unused_tensors_are_one_line(form, tmp_path, caplog):
     caplog.set_level("INFO", logger="cpt")
     assert refusal(checkpoint_of("bert", tmp_path, form), "masked") == ""
     (record,) = own_records(caplog)
-    assert record.levelname == "INFO" and "Not using 4 tensors (bert.pooler.dense.bias, " in record.message
+    assert record.levelname == "INFO" and "Ignoring 4 tensors (bert.pooler.dense.bias, " in record.message
     caplog.clear()
     checkpoint_of("qwen2", tmp_path, form)
     edit_config(tmp_path, num_hidden_layers=1, layer_types=["full_attention"])
     assert refusal(tmp_path) == ""
     (record,) = own_records(caplog)
     assert record.levelname == "WARNING"
-    message = "has more blocks than its config.json says: not using 12 tensors (model.layers.1."
+    message = "has more blocks than its config.json says: ignoring 12 tensors (model.layers.1."
     assert message in record.message
 
 
