@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.core.randomness import draw_uniforms, key, sample_keys
 from cpt.data.collate import Batch, select_inputs, select_output_ids
@@ -228,10 +229,10 @@ class SDFT(ContinualMethod):
             return
         self.has_logged_length = True
         log.warning(
-            "Leaving out questions of %s that leave no positions for an answer: the first takes %d tokens "
+            "Leaving out questions of %s that leave no positions for an answer: the first takes %s "
             "with its demonstration (method.prompt)",
             self.domain.name,
-            num_tokens,
+            count_noun(num_tokens, "token"),
         )
 
 
