@@ -40,8 +40,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     config, and for one that is not the directory's."""
     run = RunDir(run_dir)
     log_once.cache_clear()  # a process may train several runs, each with a log of its own
-    if not is_first_process():  # the first one logs what config and files give in all of them
-        logging.getLogger("cpt").setLevel(logging.ERROR)
+    if not is_first_process():
+        quiet_logs()
     with run.removed_if_rejected(), closing_uses():
         plan = make_plan(cfg, run=run)  # the typed config: no text is read, torch is not imported
         check_start(plan, run)
@@ -54,6 +54,13 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
 
     log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
     return run_objective(vars(scores), plan.run.optimized_metric)
+
+
+def quiet_logs() -> None:
+    """Leaves it to the first process to log and to warn of what config and files give in all of them. Only
+    damage of a cache may be that of this process's node alone."""
+    logging.getLogger("cpt").setLevel(logging.ERROR)
+    logging.getLogger("cpt.core.cache").setLevel(logging.WARNING)
 
 
 @contextmanager
@@ -152,7 +159,6 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[None]:
     """Opens the directory of a run, which a run that it extends is copied into. The first process holds the
     lock, writes the config, removes incomplete files, and reports that the run is alive."""
     if not is_first_process():
-        logging.getLogger("cpt").setLevel(logging.WARNING)
         yield
         return
 

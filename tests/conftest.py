@@ -121,10 +121,11 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def restored_log_level() -> Iterator[None]:
     """A run that is not the first process raises the level, which would silence the next test."""
-    logger = logging.getLogger("cpt")
-    level = logger.level
+    loggers = [logging.getLogger("cpt"), logging.getLogger("cpt.core.cache")]
+    levels = [logger.level for logger in loggers]
     yield
-    logger.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

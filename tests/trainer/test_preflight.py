@@ -22,7 +22,7 @@ from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
 from cpt.models.options import Freeze
 from cpt.models.units import UnknownLayersError
-from cpt.train import check_base_folder, check_start
+from cpt.train import check_base_folder, check_start, open_run_dir
 from cpt.trainer import check_model, hydra_callback
 from cpt.trainer.check_checkpoint import check_file_kinds
 from cpt.trainer.check_model import warn_of_other_ends
@@ -564,6 +564,26 @@ def test_only_the_first_process_logs_what_the_files_give(
     with pytest.raises(ValueError, match="plan=true is invalid"):
         start(small("plan=true", f"domains.root={root}"), tmp_path / "run")
     assert ("Ignoring 1 text file " in caplog.text) == (rank == "0") == bool(caplog.messages)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_the_first_process_warns_but_of_its_node(rank, small, start, tmp_path, caplog, monkeypatch):
+    def warn(plan, run):
+        with open_run_dir(plan, run):
+            logging.getLogger("cpt.trainer.log_settings").warning("of the settings")
+            logging.getLogger("cpt.core.cache").warning("of the cache of this node")
+        raise ValueError("as far as this")
+
+    monkeypatch.setattr("cpt.train.train_unless_finished", warn)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(ValueError, match="as far as this"):
+        start(small(), tmp_path)
+    warnings = (
+        ["of the cache of this node"] if rank == "1" else ["of the settings", "of the cache of this node"]
+    )
+    assert caplog.messages[-len(warnings) :] == warnings and caplog.text.count("of the settings") == int(
+        rank == "0"
+    )
 
 
 def test_a_model_whose_layers_a_choice_does_not_know_is_refused_with_the_choice(monkeypatch):
