@@ -15,11 +15,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from cpt.core.config import digest
 from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import check_output, new_folder, writing
 from cpt.core.messages import count_noun
 from cpt.core.output import run_program
+from cpt.data.sources.files import stamp_files
 from cpt.evaluation.chat_answers import collect_losses
 from cpt.evaluation.chat_encoding import EncodedChat
 from cpt.evaluation.derived_rows import (
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
         check_weight(options.weight)
         scores = load_finished_scores(run)
         description = describe_graft(options.instruct, options.base, weight=options.weight)
-        if is_made_already(folder, config_hash=scores.config_hash, description=description):
+        inputs = hash_checkpoints(options.instruct, options.base)
+        if is_made_already(folder, config_hash=scores.config_hash, description=description, inputs=inputs):
             finish_report(run, scores, folder)
             return 0
 
@@ -96,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
             graft = Graft.plan(run, instruct=options.instruct, base=options.base, weight=options.weight)
             with new_folder(folder) as partial_folder:
                 num_tensors = graft.write(partial_folder)
-                row = score_graft(texts, graft, partial_folder)
+                row = score_graft(texts, graft, partial_folder, inputs=inputs)
                 write_derived_card(
                     partial_folder,
                     scores,
@@ -120,6 +123,20 @@ def check_weight(weight: float) -> None:
 def describe_graft(instruct: str, base: str, *, weight: float) -> str:
     """How a model is made, in one sentence without paths."""
     return f"The run's last model + {weight:g} x ({Path(instruct).name} - {Path(base).name}), by tensor"
+
+
+def hash_checkpoints(*names: str) -> str:
+    """A hash of models that are folders or names on the Hub: of a folder the paths, sizes and times of its
+    files, but for its card, which may be written again."""
+    described: list[Any] = []
+    for name in names:
+        folder = Path(name)
+        if folder.is_dir():
+            files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".md"]
+            described.append(stamp_files(files))
+        else:
+            described.append(name)
+    return digest(described)
 
 
 def check_model_folder(run: RunDir) -> None:
@@ -258,8 +275,9 @@ class Graft:
         )
 
 
-def score_graft(texts: RunTexts, graft: Graft, folder: Path) -> DerivedRow:
-    """Scores the written model on the texts of the run, and stores its row."""
+def score_graft(texts: RunTexts, graft: Graft, folder: Path, *, inputs: str) -> DerivedRow:
+    """Scores the written model on the texts of the run, and stores its row; `inputs` is a hash of the tuned
+    model and its base."""
     module = texts.build_module(folder)
     text_scores = texts.score(module, row=ROW)
     return texts.store(
@@ -269,6 +287,7 @@ def score_graft(texts: RunTexts, graft: Graft, folder: Path) -> DerivedRow:
         description=graft.describe(),
         chats=measure_chats(texts, graft, folder, module.model),
         run_chats=measure_run_chats(texts, module, folder, config=graft.run.config),
+        inputs=inputs,
     )
 
 

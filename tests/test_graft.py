@@ -1,6 +1,7 @@
 """`python -m cpt.graft`: the sum by tensor and by token, what becomes of the vocabulary, and its row."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -104,6 +105,10 @@ def test_the_sum_by_tensor_has_its_row_on_the_page_and_leaves_the_run_whole(
     assert RunDir(run).find_damaged_outputs(full=True) == []
     with pytest.raises(SystemExit):
         graft.main([*arguments, "--weight", "0.25"])
+    assert f"--output={folder} is invalid: it exists" in capsys.readouterr().err
+    namesake = shutil.copytree(tuned, tmp_path / "other" / "tuned")  # another model with the same name
+    with pytest.raises(SystemExit):
+        graft.main([str(run), "--instruct", str(namesake), "--base", str(base), "--weight", "0.5"])
     assert f"--output={folder} is invalid: it exists" in capsys.readouterr().err
 
     # Without weight it is the run's model, and is scored as the run has scored it.

@@ -30,7 +30,9 @@ class DerivedRow:
     `chats`, where they were measured with the template of a tuned model: their number, and the mean over
     chats of the loss on the assistant's turns of the model (`nll`) and of the tuned model (`tuned_nll`), with
     the rise from that one and its 95 % interval (`rise`), nats per token. `run_chats` is the model's row in
-    the chats of the run: the keys of `chats` in scores.json, each with the value of one row."""
+    the chats of the run: the keys of `chats` in scores.json, each with the value of one row. `inputs` is a
+    hash of the other models that it was made of; empty where there are none, and in files of earlier
+    versions."""
 
     row: str  # its name
     description: str  # how the model was made, one sentence
@@ -43,6 +45,7 @@ class DerivedRow:
     versions: dict[str, str]
     chats: dict[str, Any] = field(default_factory=dict)
     run_chats: dict[str, Any] = field(default_factory=dict)
+    inputs: str = ""
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / ROW_FILE, f"{encode(asdict(self))}\n")
@@ -51,22 +54,23 @@ class DerivedRow:
     def load(cls, path: Path) -> DerivedRow:
         """Raises ValueError for a damaged file."""
         try:
-            # Files of earlier versions lack the first two.
-            values = {"chats": {}, "run_chats": {}, **json.loads(path.read_text(encoding="utf-8"))}
+            content = json.loads(path.read_text(encoding="utf-8"))
+            values = {"chats": {}, "run_chats": {}, "inputs": "", **content}  # earlier versions lack these
             check_types(values, get_type_hints(cls))
             return cls(**values)
         except (OSError, TypeError, ValueError) as error:
             raise DamagedFileError(path, reason=str(error), remedy=REMEDY) from None
 
 
-def is_made_already(folder: Path, *, config_hash: str, description: str) -> bool:
+def is_made_already(folder: Path, *, config_hash: str, description: str, inputs: str = "") -> bool:
     """Whether a folder has the whole model of an earlier start of the same command. A folder gets its name
-    when all of it is there."""
+    when all of it is there. A description has no paths: `inputs` tells models of one name apart."""
     path = folder / ROW_FILE
     if not path.is_file():
         return False
     row = DerivedRow.load(path)
-    return row.config_hash == config_hash and row.description == description
+    is_of_same_models = row.config_hash == config_hash and row.inputs == inputs
+    return is_of_same_models and row.description == description
 
 
 def describe_tuned_chats(row: DerivedRow) -> str:

@@ -157,6 +157,7 @@ class RunTexts:
         description: str,
         chats: Mapping[str, Any] | None = None,
         run_chats: Mapping[str, Any] | None = None,
+        inputs: str = "",
     ) -> DerivedRow:
         """Writes the row of a model into its folder, with the losses by document."""
         documents = {}
@@ -176,6 +177,7 @@ class RunTexts:
             versions=find_versions(),
             chats=dict(chats or {}),
             run_chats=dict(run_chats or {}),
+            inputs=inputs,
         )
         derived.save(folder)
         return derived
