@@ -3,7 +3,8 @@
 Cached text, tokenizers and base models that no run has opened for 30 days are rebuilt when a run needs
 them. Cached rows of an older format are not read any more. What a running process uses stays. With --stages
 also the stage files of finished runs: without them no domain can be added to a run or given back
-(`cpt.withdraw`), and nothing more can be evaluated in its earlier stages. Models, reports and scores stay."""
+(`cpt.withdraw`), and nothing more can be evaluated in its earlier stages. Models, reports and scores stay.
+Exit code 1 if something could not be removed."""
 
 import argparse
 import os
@@ -25,6 +26,7 @@ from cpt.reporting.formats import format_bytes
 from cpt.trainer.run_dir import STAGE_FILE
 
 DAY = 24 * 3600
+NOT_REMOVED = "not removed"  # how the outcome of a removal begins that failed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,13 +52,18 @@ def main(arguments: Sequence[str]) -> int:
     for folder in folders:
         reasons.update(find_removable(folder, options.days, with_stages=options.stages))
     total_size = 0
+    num_failed = 0
     for path, reason in sorted(reasons.items()):
         size = count_freed_bytes(path)  # before it is removed
         total_size += size
-        outcome = f"; {remove(path)}" if options.yes else describe_users(path)
+        outcome = describe_users(path)
+        if options.yes:
+            removal = remove(path)
+            num_failed += removal.startswith(NOT_REMOVED)
+            outcome = f"; {removal}"
         print(f"{format_bytes(size):>12}  {path}: {reason}{outcome}")
     print(format_summary(len(reasons), total_size, are_removed=options.yes))
-    return 0
+    return 1 if num_failed else 0
 
 
 def format_summary(count: int, size: int, *, are_removed: bool) -> str:
@@ -175,7 +182,7 @@ def remove(path: Path) -> str:
         with FileLock(lock, timeout=0):
             if not is_cached(path):  # which no process records a use of
                 discard(path)
-                return "removed"
+                return describe_removal(path)
 
             # Moved away first: a process records its use before it looks for the artifact.
             removed_path = path.with_name(f"{path.name}.removed{PARTIAL}")
@@ -185,11 +192,16 @@ def remove(path: Path) -> str:
                 os.replace(removed_path, path)
                 return use.removeprefix("; ")
             discard(removed_path)
+            return describe_removal(removed_path)
     except Timeout:
         return "in use"
     except OSError as error:
-        return f"not removed ({error.strerror})"
-    return "removed"
+        return f"{NOT_REMOVED} ({error.strerror})"
+
+
+def describe_removal(path: Path) -> str:
+    """What came of the removal of a file or folder: files of another user may be left."""
+    return f"{NOT_REMOVED} (files are left in {path})" if path.exists() else "removed"
 
 
 if __name__ == "__main__":

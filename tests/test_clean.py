@@ -12,6 +12,7 @@ from cpt import clean, verify
 from cpt.core.cache import locked
 from cpt.core.cache_use import USES, end_uses, record_use
 from cpt.reporting.formats import format_bytes
+from tests.support.example_runs import save_scores
 
 
 def permissions(path):
@@ -80,6 +81,19 @@ def test_rows_of_an_older_format_may_go_at_any_age(tmp_path, capsys):
     assert clean.main([str(tmp_path), "--yes"]) == 0
     assert "law-train-0123456789abcdef: of an older format" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "packed").glob("*f")] == ["law-test-0123456789abcdef"]
+
+
+def test_what_could_not_be_removed_is_not_called_removed(tmp_path, monkeypatch, capsys):
+    """As of a folder of another user, of which `discard` leaves what it may not remove."""
+    cached = tmp_path / "packed" / "law-train-0123456789abcdef"
+    save_scores(tmp_path / "run")
+    for folder, file in ((cached, "rows.arrow"), (tmp_path / "run" / "stages", "003.pt")):
+        folder.mkdir(parents=True)
+        (folder / file).write_bytes(b"1234")
+    monkeypatch.setattr(clean, "discard", lambda path: None)
+    assert clean.main([str(tmp_path), "--stages", "--yes"]) == 1
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert ["; not removed (files are left in " in line for line in lines] == [True, True]
 
 
 class AtStep(Callback):
