@@ -29,7 +29,7 @@ from cpt.core.errors import find_reason
 from cpt.core.messages import count_noun
 from cpt.models.activation_checkpointing import CHECKPOINTING
 from cpt.models.fast_kernels import COMPILE_OPTIONS
-from cpt.models.loading import is_tied, make_skeleton
+from cpt.models.loading import BLOCK_LISTS, is_tied, make_skeleton
 from cpt.models.units import (
     SubLayer,
     find_blocks,
@@ -46,8 +46,6 @@ NEURON_FIELDS = (
 HEAD_FIELDS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 HEAD_SIZE_FIELDS = ("head_dim", "d_kv")
 DEPTH_FIELDS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-# Those that hold a list with an entry for each block.
-BLOCK_LIST_FIELDS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
 # Model types that are the same function if each hidden feature comes several times: no embedding is scaled by
 # a width, and the last norm is right before the head.
 REPEATABLE_MODEL_TYPES = (
@@ -172,7 +170,7 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
 
     with adjust_config(model, "layers") as make_grown_skeleton:
         set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTH_FIELDS})
-        for field in BLOCK_LIST_FIELDS:
+        for field in BLOCK_LISTS:
             block_entries = vars(model.config).get(field)  # not those that a property computes
             if block_entries is not None:
                 # Some configurations allow a longer list than there are blocks.
@@ -228,7 +226,7 @@ def insert_layers(model: PreTrainedModel, share: float, *, blocks: Sequence[int]
 
     with adjust_config(model, "layers") as make_grown_skeleton:
         set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTH_FIELDS})
-        for field in BLOCK_LIST_FIELDS:
+        for field in BLOCK_LISTS:
             entries = vars(model.config).get(field)  # not those that a property computes
             if entries is not None:
                 depth = min(depths.values())

@@ -68,6 +68,10 @@ KERNELS = ("attn_implementation", "experts_implementation")
 AUTO_MAP = "auto_map"  # the key of config.json that names Python code of a checkpoint's authors
 SENTINELS = 100  # added to a tokenizer that has none
 SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
+# Fields of configurations that have an entry for each block.
+BLOCK_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
+# Those that only some classes have as lists, like the sizes of networks in Gemma 3n.
+FURTHER_BLOCK_LISTS = ("intermediate_size", "activation_sparsity_pattern", "num_attention_heads_per_layer")
 CHECKED_NUMBERS = 2**20  # of a weight that is checked, at a time
 
 
@@ -309,21 +313,36 @@ def names_authors_code(checkpoint: str) -> bool:
 
 
 def truncate_config(config: PretrainedConfig, num_hidden_layers: int) -> PretrainedConfig:
-    """The configuration of a model's first `num_hidden_layers` blocks (of an encoder-decoder in both). Raises
-    ValueError for more than it has."""
+    """The configuration of a model's first `num_hidden_layers` blocks (of an encoder-decoder in both), which
+    replaces the one that is given. Raises ValueError for more than it has, and for fewer where the class of
+    the configuration does not allow it."""
     text_config = config.get_text_config()
-    if num_hidden_layers > text_config.num_hidden_layers:
+    depth = text_config.num_hidden_layers
+    if num_hidden_layers > depth:
+        raise InvalidOptionError(
+            "model.num_hidden_layers", num_hidden_layers, allowed=f"null, or 1 to {depth}"
+        )
+    for name in ("num_hidden_layers", "num_decoder_layers", "decoder_layers"):
+        stack_depth = getattr(text_config, name, None)
+        if stack_depth is not None:
+            setattr(text_config, name, min(num_hidden_layers, stack_depth))
+    for name in (*BLOCK_LISTS, *FURTHER_BLOCK_LISTS):
+        entries = vars(text_config).get(name)  # not those that a property computes
+        if isinstance(entries, list | tuple):
+            setattr(text_config, name, entries[:num_hidden_layers])
+    if num_hidden_layers == depth:
+        return config
+
+    try:
+        type(config).from_dict(config.to_dict())  # as it will be read, which checks it
+    except Exception as error:  # whatever a configuration raises
+        cause = find_reason(error).rstrip(".")
         raise InvalidOptionError(
             "model.num_hidden_layers",
             num_hidden_layers,
-            allowed=f"null, or 1 to {text_config.num_hidden_layers}",
-        )
-    for name in ("num_hidden_layers", "num_decoder_layers", "decoder_layers"):
-        depth = getattr(text_config, name, None)
-        if depth is not None:
-            setattr(text_config, name, min(num_hidden_layers, depth))
-    if getattr(text_config, "layer_types", None):
-        text_config.layer_types = text_config.layer_types[:num_hidden_layers]
+            reason=f"no configuration of this {config.model_type} has as many ({cause})",
+            allowed=f"null, or {depth}, all blocks",
+        ) from error
     return config
 
 

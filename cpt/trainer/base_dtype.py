@@ -70,11 +70,7 @@ def computes_the_same(config: PretrainedConfig, objective: str, dtype: torch.dty
     """Whether a model of a configuration has the same logits with narrow layers, bit for bit: some classes
     read the type of a weight. Tried with random weights, and with as few blocks as have all kinds between
     them: each block has a copy of its own in 16 bits."""
-    skeleton = build_skeleton(config, objective, source="model.config")
-    num_blocks = count_first_blocks(skeleton)
-    if num_blocks is not None:
-        small_config = loading.truncate_config(deepcopy(config), num_blocks)
-        skeleton = build_skeleton(small_config, objective, source="model.config")
+    skeleton = build_small_skeleton(config, objective)
     with torch.random.fork_rng(devices=[]):
         try:
             # Its numbers are rounded to 16 bits before, so that narrowing them changes none.
@@ -92,6 +88,21 @@ def computes_the_same(config: PretrainedConfig, objective: str, dtype: torch.dty
             log.debug("A narrow %s does not run: %s", config.model_type, error)
             return False
     return torch.equal(expected, logits)
+
+
+def build_small_skeleton(config: PretrainedConfig, objective: str) -> PreTrainedModel:
+    """A model without storage of as few first blocks as have all kinds between them; of all blocks where
+    these are not known, or where no model of a configuration can have fewer."""
+    skeleton = build_skeleton(config, objective, source="model.config")
+    num_blocks = count_first_blocks(skeleton)
+    if num_blocks is None:
+        return skeleton
+    try:
+        small_config = loading.truncate_config(deepcopy(config), num_blocks)
+        return build_skeleton(small_config, objective, source="model.config")
+    except ValueError as error:
+        log.debug("Trying all blocks of a %s: %s", config.model_type, error)
+        return skeleton
 
 
 def count_first_blocks(model: PreTrainedModel) -> int | None:

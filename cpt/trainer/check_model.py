@@ -96,7 +96,10 @@ def check_model(plan: Plan) -> PretrainedConfig:
         )
         check_stored_quantization(plan, stored_config)
     config = drop_quantization(config)
-    model = build_skeleton(config, objective, source=model_key)
+    changed_key = model_key
+    if options.num_hidden_layers is not None:  # of which none may be built though one of all blocks is
+        changed_key = f"model.num_hidden_layers={options.num_hidden_layers}"
+    model = build_skeleton(config, objective, source=changed_key)
     if has_other_head:  # as the loaded model has one
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(torch.empty_like(head.weight))

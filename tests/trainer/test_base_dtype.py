@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from cpt.core.config import identity
-from cpt.models.loading import load_config, load_model
+from cpt.models.loading import load_config, load_model, truncate_config
 from cpt.models.narrow_layers import find_narrow_weights
 from cpt.models.units import find_blocks
 from cpt.trainer import base_dtype
@@ -109,6 +109,40 @@ SIZES = {
     "pad_token_id": 0,
 }
 OBJECTIVES = {"t5": "span", "modernbert": "masked"}
+
+
+# Configurations whose blocks are described by more than `layer_types`, or by a property.
+HYBRIDS = {
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "bamba": {"attn_layer_indices": [3], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "head_dim": 16, "vocab_size_per_layer_input": 96},
+    "gemma4_text": {"head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": 96},
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_type_is_chosen_for_blocks_that_a_property_describes(family):
+    sizes = SIZES | {"num_hidden_layers": 8} | HYBRIDS[family]
+    model_config = AutoConfig.for_model(family, **sizes)
+    assert isinstance(computes_the_same(model_config, "causal", torch.bfloat16), bool)
+    assert model_config.num_hidden_layers == 8
+
+
+def test_the_first_blocks_of_a_hybrid_are_kept_and_what_cannot_have_fewer_is_refused():
+    sizes = SIZES | {"num_hidden_layers": 8}
+    jamba_sizes = sizes | HYBRIDS["jamba"]
+    jamba = truncate_config(AutoConfig.for_model("jamba", **jamba_sizes), 3)
+    assert len(jamba.layer_types) == 3
+    experts = truncate_config(AutoConfig.for_model("exaone_moe", **sizes), 3)  # two lists of kinds
+    assert type(experts).from_dict(experts.to_dict()).mlp_layer_types == ["dense", "sparse", "sparse"]
+
+    kinds = {"attention_types": [[["global", "local"], 4]], "num_layers": 8}
+    with pytest.raises(
+        ValueError, match=r"model\.num_hidden_layers=3 is invalid: no configuration of this"
+    ) as caught:
+        truncate_config(AutoConfig.for_model("gpt_neo", **kinds), 3)
+    assert str(caught.value).endswith("Allowed: null, or 8, all blocks")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
