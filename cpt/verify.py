@@ -43,11 +43,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"cpt: {names} is invalid: no run and no cache below it. Allowed: {allowed}", file=sys.stderr)
         return 2
 
-    num_damaged = 0
     for path in sorted(damage):
         for line in damage[path]:
             print(line)
-            num_damaged += 1
+    num_damaged = sum(len(lines) > 0 for lines in damage.values())
     print(f"{count_noun(len(damage), 'folder')}: {num_damaged} damaged")
     return 1 if num_damaged else 0
 
@@ -132,7 +131,7 @@ def check_file(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         names_path = str(path.parent) in line
 
         # An error says what to do where the same command does not help.
-        has_remedy = re.search("; (delete|restore|read|update) ", line) is not None
+        has_remedy = re.search("; (delete|restore|read|update|the same command) ", line) is not None
         if not has_remedy and not isinstance(error, PermissionError):
             line += "; the same command rebuilds it"
         yield line if names_path else f"{path}: {line}"

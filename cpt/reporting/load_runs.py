@@ -22,7 +22,7 @@ from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
 from cpt.evaluation.scores import Scores, find_conditions
 from cpt.evaluation.task_metrics import describe_task
-from cpt.reporting.comparability import read_base_hash, select_result_settings
+from cpt.reporting.comparability import have_same_base, read_base_hash, select_result_settings
 from cpt.reporting.formats import split_variant
 from cpt.reporting.frames import escape_name, summarize_scores
 
@@ -240,7 +240,7 @@ def is_reference(run: MeasuredRun) -> bool:
 
 
 def find_reference(run: MeasuredRun, references: Sequence[MeasuredRun]) -> MeasuredRun | None:
-    """The reference that intransigence is measured against, over the same order, model and texts: one of the
+    """The reference that intransigence is measured against, over the same order, base and texts: one of the
     same seed if there is one, and with most settings of the training alike. None for a reference itself."""
     if run in references:
         return None
@@ -249,7 +249,9 @@ def find_reference(run: MeasuredRun, references: Sequence[MeasuredRun]) -> Measu
     for reference in references:
         is_same_order = reference.pair[0] == run.pair[0]
         is_same_model = reference.scores.run["model"] == run.scores.run["model"]
-        if is_same_order and is_same_model and reference.comparability == run.comparability:
+        is_comparable = is_same_order and is_same_model and reference.comparability == run.comparability
+        hashes = reference.base_hash, run.base_hash
+        if is_comparable and have_same_base(reference.scores, run.scores, hashes=hashes):
             comparable.append(reference)
 
     def rank_reference(reference: MeasuredRun) -> tuple[bool, int]:

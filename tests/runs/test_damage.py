@@ -194,14 +194,15 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(copied_run, tmp_p
     assert verify.main([str(tmp_path)]) == 0 and "folders: 0 damaged" in capsys.readouterr().out
     harmed = [*(tmp_path / "cache").glob("base/*/model.safetensors"), copied_run / "stages" / "002.pt"]
     harmed += [*(tmp_path / "cache").glob("corpora/food-*/documents.arrow")]
+    harmed += [copied_run / "documents" / "000.npz"]
     for path in harmed:
         flip(path)
     assert verify.main([str(tmp_path), str(copied_run)]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last.endswith(": 3 damaged") and len(lines) == 3
+    assert last.endswith(": 3 damaged") and len(lines) == 4  # folders, and files in them
     (tmp_path / "empty").mkdir()
     assert verify.main([str(tmp_path / "empty")]) == verify.main([str(tmp_path / "missing")]) == 2
-    for path, remedy in zip(harmed, ("rebuilds it", "restore it", "rebuilds it"), strict=True):
+    for path, remedy in zip(harmed, ("rebuilds", "restore it", "rebuilds", "restore it"), strict=True):
         assert any(path.name in line and remedy in line for line in lines), path
 
 
@@ -224,6 +225,14 @@ def test_no_flipped_bit_of_the_cache_is_used(copied_run, config, start, tmp_path
             assert "general-train" in str(path)
             flip(path, position)
         assert read_scores(tmp_path / f"{number}")["nll"] == read_scores(tmp_path / "whole")["nll"]
+
+
+def test_a_line_has_one_remedy(tmp_path):
+    path = tmp_path / "divergence" / "001-law" / "law.npz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no archive")
+    (line,) = verify.find_damage_in_run(tmp_path)
+    assert line.endswith("; the same command measures it again")
 
 
 def test_pictures_of_the_page_and_diagnostics_are_verified(tmp_path, capsys):
