@@ -50,7 +50,7 @@ from cpt.trainer.check_optimizer import check_optimizer
 from cpt.trainer.check_quantization import check_quantization
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.plan import Plan
-from cpt.trainer.reference_model import check_reference
+from cpt.trainer.reference_model import check_reference, check_reference_weights
 from cpt.trainer.skeleton import build_skeleton, on_meta_device
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     check_chat_templates(plan, tokenizer)
     if plan.reference_folder is not None:
         check_reference(plan.reference_folder, tokenizer, objective)
+        check_reference_weights(plan.reference_folder, objective)
     if plan.chats is not None and plan.chats.path is not None:
         check_held_out_chats(plan, plan.chats, objective, tokenizer, stored_config)
     if tokenizer is not None:

@@ -13,31 +13,44 @@ from cpt.methods.stage_module import REFERENCE
 from cpt.models.fast_kernels import pad_head
 from cpt.models.loading import find_objectives, load_config, load_model, load_tokenizer
 from cpt.trainer.base_model import Base
+from cpt.trainer.check_checkpoint import check_stored_form, check_stored_weights, check_weight_files
 from cpt.trainer.plan import Plan
 
+KEY = "loss.reference"
 ALLOWED = "null (the base), or the folder of a model with the tokenizer of the base"
 
 
 def check_reference(folder: str, tokenizer: PreTrainedTokenizerBase | None, objective: str) -> None:
     """Raises ValueError for a folder without a model of the `objective` (masked, causal, span), or whose
     vocabulary differs from the `tokenizer` (None: not trained yet)."""
-    key = "loss.reference"
     if not Path(folder).is_dir():
-        raise InvalidOptionError(key, folder, reason="there is no such folder", allowed=ALLOWED)
+        raise InvalidOptionError(KEY, folder, reason="there is no such folder", allowed=ALLOWED)
     try:
         config = load_config(folder)
         vocabulary = load_tokenizer(folder).get_vocab()
     except Exception as error:  # whatever the classes raise for files that they do not take
         raise InvalidOptionError(
-            key, folder, reason=find_reason(error).rstrip("."), allowed=ALLOWED
+            KEY, folder, reason=find_reason(error).rstrip("."), allowed=ALLOWED
         ) from error
 
     if objective not in find_objectives(config):
         raise InvalidOptionError(
-            key, folder, reason=f"a {config.model_type} is not trained as {objective}", allowed=ALLOWED
+            KEY, folder, reason=f"a {config.model_type} is not trained as {objective}", allowed=ALLOWED
         )
     if tokenizer is not None and vocabulary != tokenizer.get_vocab():
-        raise InvalidOptionError(key, folder, reason="its tokenizer has other tokens", allowed=ALLOWED)
+        raise InvalidOptionError(KEY, folder, reason="its tokenizer has other tokens", allowed=ALLOWED)
+
+
+def check_reference_weights(folder: str, objective: str) -> None:
+    """Raises ValueError for damaged weights, and for those that differ from what config.json describes: what
+    is missing would be filled with random numbers."""
+    config = load_config(folder)
+    try:
+        check_stored_form(folder, config)
+        check_weight_files(Path(folder), config)
+        check_stored_weights(folder, config, objective, head_steps=None)
+    except InvalidOptionError as error:  # of model.name_or_path
+        raise InvalidOptionError(KEY, folder, reason=error.reason, allowed=ALLOWED) from error
 
 
 def make_reference(plan: Plan, base: Base, model: PreTrainedModel) -> PreTrainedModel:

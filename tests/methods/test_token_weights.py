@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cpt.models import chunked_head
 from cpt.models.forward import set_mode, token_nll
@@ -217,6 +218,22 @@ def test_a_folder_is_the_reference_and_another_vocabulary_is_refused(small_gpt2,
     )
     with pytest.raises(ValueError, match=r"loss\.reference=.* is invalid: its tokenizer has other tokens"):
         start(with_other_tokens, tmp_path / "third")
+
+
+@pytest.mark.parametrize("fault", ["a tensor is missing", "no weights"])
+def test_a_reference_whose_weights_are_not_all_there_is_refused(fault, small_gpt2, start, tmp_path):
+    one_step = ["method=ncl", "trainer.steps=1", "order=[law]"]
+    start(small_gpt2(*one_step), tmp_path / "first")
+    folder = tmp_path / "first" / "model"
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    reason = "it has no weights"
+    if fault == "a tensor is missing":
+        del weights["transformer.h.1.mlp.c_fc.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        reason = r"lacks 1 tensor of those in config\.json: transformer\.h\.1\.mlp\.c_fc\.weight"
+    with pytest.raises(ValueError, match=rf"loss\.reference=.* is invalid: .*{reason}.* Allowed: null"):
+        start(small_gpt2(*one_step, "loss=rho1", f"loss.reference={folder}"), tmp_path / "second")
 
 
 def test_a_method_that_leaves_the_weights_out_is_refused(small, start, tmp_path):
