@@ -7,6 +7,7 @@ also the stage files of finished runs: without them no domain can be added to a 
 Exit code 1 if something could not be removed."""
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -26,7 +27,6 @@ from cpt.reporting.formats import format_bytes
 from cpt.trainer.run_dir import STAGE_FILE
 
 DAY = 24 * 3600
-NOT_REMOVED = "not removed"  # how the outcome of a removal begins that failed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,18 +52,20 @@ def main(arguments: Sequence[str]) -> int:
     for folder in folders:
         reasons.update(find_removable(folder, options.days, with_stages=options.stages))
     total_size = 0
-    num_failed = 0
+    exit_code = 0
     for path, reason in sorted(reasons.items()):
         size = count_freed_bytes(path)  # before it is removed
         total_size += size
         outcome = describe_users(path)
         if options.yes:
-            removal = remove(path)
-            num_failed += removal.startswith(NOT_REMOVED)
-            outcome = f"; {removal}"
+            try:
+                outcome = f"; {remove(path)}"
+            except OSError as error:
+                outcome = f"; not removed ({error.strerror})"
+                exit_code = 1
         print(f"{format_bytes(size):>12}  {path}: {reason}{outcome}")
     print(format_summary(len(reasons), total_size, are_removed=options.yes))
-    return 1 if num_failed else 0
+    return exit_code
 
 
 def format_summary(count: int, size: int, *, are_removed: bool) -> str:
@@ -173,7 +175,7 @@ def is_cached(path: Path) -> bool:
 
 def remove(path: Path) -> str:
     """Removes a file or folder, but not while a process makes or uses it or a run has its folder; returns
-    what came of it."""
+    what came of it. Raises OSError if it could not be removed."""
     # The lock of whoever writes there: of a run for its stages, of an artifact for its partial folder too.
     name = path.name.removesuffix(PARTIAL)
     is_of_run = name in ("stages", "checkpoints")
@@ -182,7 +184,8 @@ def remove(path: Path) -> str:
         with FileLock(lock, timeout=0):
             if not is_cached(path):  # which no process records a use of
                 discard(path)
-                return describe_removal(path)
+                check_removed(path)
+                return "removed"
 
             # Moved away first: a process records its use before it looks for the artifact.
             removed_path = path.with_name(f"{path.name}.removed{PARTIAL}")
@@ -192,16 +195,17 @@ def remove(path: Path) -> str:
                 os.replace(removed_path, path)
                 return use.removeprefix("; ")
             discard(removed_path)
-            return describe_removal(removed_path)
+            check_removed(removed_path)
+            return "removed"
     except Timeout:
         return "in use"
-    except OSError as error:
-        return f"{NOT_REMOVED} ({error.strerror})"
 
 
-def describe_removal(path: Path) -> str:
-    """What came of the removal of a file or folder: files of another user may be left."""
-    return f"{NOT_REMOVED} (files are left in {path})" if path.exists() else "removed"
+def check_removed(path: Path) -> None:
+    """Raises OSError for a file or folder that is still there after `discard`, which ignores errors: files of
+    another user may be left."""
+    if path.exists():
+        raise PermissionError(errno.EACCES, f"files are left in {path}")
 
 
 if __name__ == "__main__":
