@@ -42,6 +42,7 @@ QUANTIZATION_STATISTICS = re.compile(
     r"|\.(SCB|weight_format)$|_proj_scales$"
 )
 PACKED_EXPERTS = "_blocks"  # of mxfp4
+SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of the scales of a matrix in 8 bits, after the name of the matrix
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def find_non_finite(files: Iterable[Path]) -> list[str]:
     names = []
     for path in files:
         for name, tensor in read_tensors(path):
-            if tensor.is_floating_point() and not tensor.isfinite().all():
+            if tensor.is_floating_point() and not tensor.float().isfinite().all():  # 8 bits have no isfinite
                 names.append(name)
     return names
 
@@ -193,6 +194,25 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  (it is not a mapping)
             yield name, file.get_tensor(name)
+
+
+def check_unscaled(stored: StoredWeights, *, checkpoint: str) -> None:
+    """Raises ValueError for matrices in whole numbers, and for those in 8 bits with scales, of a checkpoint
+    whose config.json has no `quantization_config`: transformers would load the numbers without the scales."""
+    for name, tensor in stored.tensors.items():
+        if tensor.dim() != 2 or not name.endswith("weight"):
+            continue
+        has_scales = any(f"{name}{suffix}" in stored.tensors for suffix in SCALE_SUFFIXES)
+        is_scaled = tensor.dtype.itemsize == 1 and has_scales
+        if tensor.is_floating_point() and not is_scaled:
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"{name} is stored in {dtype}, and config.json has no quantization_config",
+            allowed="the same model in 16 or 32 bits, or its config.json with quantization_config",
+        )
 
 
 def restore_plain_shapes(stored: StoredWeights, model: PreTrainedModel) -> StoredWeights:

@@ -26,6 +26,7 @@ from cpt.models.extended_tokenizer import check_fit
 from cpt.models.quantization import MXFP4, OF_BITSANDBYTES, describe_stored, drop_quantization
 from cpt.models.stored_weights import (
     check_report,
+    check_unscaled,
     compare_weights,
     find_weight_files,
     has_other_head,
@@ -338,6 +339,8 @@ def check_stored_weights(
     model = build_skeleton(config, objective, source=f"model.name_or_path={name_or_path}")
     if describe_stored(config):
         stored_weights = restore_plain_shapes(stored_weights, model)
+    else:
+        check_unscaled(stored_weights, checkpoint=name_or_path)
 
     report = compare_weights(type(model), drop_quantization(config), stored_weights, checkpoint=name_or_path)
     head_names = loading.find_head_parameters(model)

@@ -360,6 +360,32 @@ def test_what_is_left_of_other_formats_is_not_read(tmp_path, caplog):
     assert line in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_matrices_whose_scales_would_not_be_read_are_refused(dtype, form, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def quantize(tensors):
+        matrix = tensors[name]
+        scale = matrix.abs().max() / 100
+        return tensors | {name: (matrix / scale).to(dtype), f"{name}_scale_inv": scale.reshape(1, 1)}
+
+    message = refusal(checkpoint_of("qwen2", tmp_path, form, quantize))
+    assert f"{name} is stored in {str(dtype).removeprefix('torch.')}, and config.json has no" in message
+
+
+def test_matrices_in_8_bits_without_scales_are_read(tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    checkpoint_of(
+        "qwen2",
+        tmp_path,
+        "model.safetensors",
+        lambda tensors: tensors | {name: tensors[name].to(torch.float8_e4m3fn)},
+    )
+    assert refusal(tmp_path) == ""
+    loaded = dict(loading.load_model(tmp_path, "causal", quantization="nf4").named_parameters())
+    assert "model.norm.weight" in loaded
+
+
 def test_weights_that_are_not_numbers_are_refused(tmp_path):
     def with_nan_and_infinity(tensors):
         changed = {name: tensor.clone() for name, tensor in tensors.items()}
