@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -69,7 +69,15 @@ def list_derived_losses(scores: Scores, row: DerivedRow) -> list[list[str]]:
 
 
 def format_as_perplexity(loss: float | None) -> str:
-    """A loss in nats as a perplexity, with the loss in brackets."""
+    """A loss in nats as a perplexity, with the loss in brackets.
+
+    >>> format_as_perplexity(800.0)
+    'inf (800.0000)'
+    """
     if loss is None:
         return MISSING
-    return f"{format_or_dash(exp(loss), format_perplexity)} ({format_decimals(loss)})"
+    try:
+        perplexity = exp(loss)
+    except OverflowError:  # above 709 nats
+        perplexity = inf
+    return f"{format_or_dash(perplexity, format_perplexity)} ({format_decimals(loss)})"

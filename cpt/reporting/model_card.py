@@ -261,7 +261,8 @@ def list_results(scores: Scores, perplexities: DataFrame, pipeline: str | None) 
                 ALL_DOMAINS, name=f"{title}, perplexity", kind="perplexity", value=metric["perplexity"]
             )
         else:
-            add_result(ALL_DOMAINS, name=f"{title}, nats per token", kind=name, value=metric["nats"])
+            texts = GENERAL if METRICS[name].needs_general else ALL_DOMAINS
+            add_result(texts, name=f"{title}, nats per token", kind=name, value=metric["nats"])
     if len(scores.domains) <= MAX_LISTED:
         for text, perplexity in perplexities.iloc[-1].items():
             add_result(strip_controls(str(text)), name="last", kind="perplexity", value=perplexity)

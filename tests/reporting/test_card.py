@@ -40,6 +40,8 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     assert forgetting == pytest.approx(metrics["FG"]["nats"], rel=1e-5)
     final = card_metrics["all domains", "final (LC), perplexity"]
     assert final == pytest.approx(metrics["LC"]["perplexity"], rel=1e-5)
+    drift = card_metrics["general", "general_drift, nats per token"]
+    assert drift == pytest.approx(metrics["general_drift"]["nats"], rel=1e-5)
     kinds = {result.metric_name: result.metric_type for result in data.eval_results}
     levels = {name for name, kind in kinds.items() if kind == "perplexity"}
     assert levels == {"last", *(f"{title}, perplexity" for title in LEVELS)} and "learned" in kinds.values()
