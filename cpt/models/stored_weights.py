@@ -181,7 +181,9 @@ def find_non_finite(files: Iterable[Path]) -> list[str]:
     names = []
     for path in files:
         for name, tensor in read_tensors(path):
-            if tensor.is_floating_point() and not tensor.float().isfinite().all():  # 8 bits have no isfinite
+            # For numbers of 8 bits torch has no `isfinite`.
+            numbers = tensor.half() if tensor.dtype.itemsize == 1 else tensor
+            if tensor.is_floating_point() and not numbers.isfinite().all():
                 names.append(name)
     return names
 
