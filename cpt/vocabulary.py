@@ -22,7 +22,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import new_folder, writing
 from cpt.core.heartbeat import DELAY, make_progress_bar
 from cpt.core.messages import count_noun
-from cpt.core.naming import quote
+from cpt.core.naming import quote, quote_list
 from cpt.core.output import run_program
 from cpt.core.randomness import key
 from cpt.core.run_command import find_program_words
@@ -328,21 +328,42 @@ def print_report(
 
 def format_usage(options: argparse.Namespace) -> str:
     """The command line of a run with the new tokenizer, on the text that it was learned from."""
-    folder = folder_of(options.corpus)
-    if folder.name in ("", ".."):  # of the working folder
-        folder = folder.resolve()
-    has_files = any(path.is_file() for path in folder.iterdir())
-    settings = ["domains=texts"]
-    if has_files:  # the folder is a domain, and its parent may have others
-        settings += [f"domains.root={quote(str(folder.parent))}", f"domains.only=[{quote(folder.name)}]"]
-    else:
-        settings.append(f"domains.root={quote(str(folder))}")
-    settings += [
+    settings = [
+        "domains=texts",
+        *format_text_settings(options),
         "model=hf",
         f"model.name_or_path={quote(options.base)}",
         f"model.tokenizer={quote(str(options.output))}",
     ]
-    return shlex.join([*find_program_words(), *settings])
+    command = shlex.join([*find_program_words(), *settings])
+    if options.corpus.is_dir():
+        return command
+    return f"{command}  # FOLDER: with a folder, the domain, that holds {options.corpus.name} alone"
+
+
+def format_text_settings(options: argparse.Namespace) -> list[str]:
+    """The overrides of domains=texts that read the same text."""
+    settings = []
+    if not options.corpus.is_dir():  # whose folder may have other files
+        settings.append("domains.root=FOLDER")
+    else:
+        folder = options.corpus
+        if folder.name in ("", ".."):  # of the working folder
+            folder = folder.resolve()
+        has_files = any(path.is_file() for path in folder.iterdir())
+        if has_files:  # the folder is a domain, and its parent may have others
+            settings.append(f"domains.root={quote(str(folder.parent))}")
+            settings.append(f"domains.only=[{quote(folder.name)}]")
+        else:
+            settings.append(f"domains.root={quote(str(folder))}")
+        if options.ignore:
+            settings.append(f"domains.ignore={quote_list(options.ignore)}")
+
+    if options.column != "text":
+        settings.append(f"domains.column={quote(options.column)}")
+    if options.document != "auto":
+        settings.append(f"domains.document={options.document}")
+    return settings
 
 
 if __name__ == "__main__":

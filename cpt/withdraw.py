@@ -19,6 +19,7 @@ from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import check_output, new_folder, writing
 from cpt.core.messages import count_noun
+from cpt.core.naming import quote, quote_list
 from cpt.core.output import run_program
 from cpt.core.run_command import find_config_folders, find_program_words
 from cpt.core.secrets import redact_text
@@ -141,7 +142,7 @@ def choose_form(withdrawal: Withdrawal, form: str | None) -> str:
             "DOMAIN",
             withdrawal.domain,
             reason="; ".join(reasons),
-            allowed=f"a new run with order=[{','.join(withdrawal.remaining)}]",
+            allowed=f"a new run with {shlex.quote(f'order={quote_list(withdrawal.remaining)}')}",
         )
     if form is not None and form not in possible_forms:
         raise InvalidOptionError(
@@ -328,16 +329,17 @@ def format_run_command(withdrawal: Withdrawal, folder: Path) -> str:
     """The command that trains the remaining domains in a folder, without secrets."""
     run = withdrawal.run.path
     overrides_file = run / ".hydra" / "overrides.yaml"
+    folder_override = f"hydra.run.dir={quote(str(folder))}"
     if not overrides_file.exists():
-        order = ",".join(withdrawal.remaining)
-        return f"the command of the run with 'order=[{order}]' {shlex.quote(f'hydra.run.dir={folder}')}"
+        changes = [f"order={quote_list(withdrawal.remaining)}", folder_override]
+        return f"the command of the run with {shlex.join(changes)}"
     overrides = yaml.safe_load(overrides_file.read_text(encoding="utf-8")) or []
     words = [
         *find_program_words(),
         *find_config_folders(run),
         *replace_order(overrides, withdrawal.remaining),
     ]
-    return redact_text(shlex.join([*words, f"hydra.run.dir={folder}"]))
+    return redact_text(shlex.join([*words, folder_override]))
 
 
 def print_losses(scores: Scores, losses: dict[str, float | None]) -> None:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cpt import graft
@@ -198,6 +198,23 @@ def test_files_without_the_prefix_of_the_body_have_the_same_tensors(tmp_path, ba
         planned.write(tmp_path / folder)
     totals = weights(tmp_path / "other")
     assert all(torch.equal(totals[name], tensor) for name, tensor in weights(tmp_path / "one").items())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_a_model_in_few_bits_is_refused_and_masks_of_attention_are_no_weights(dtype, tmp_path, base):
+    tuned = save_tuned(tmp_path / "tuned", base)
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "transformer.h.1.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+    }
+    save_file(weights(base) | masks, base / "model.safetensors", metadata={"format": "pt"})
+    assert plan_graft(tmp_path, base, tuned).weight == 1
+
+    name = "transformer.h.0.mlp.c_fc.weight"
+    narrow = {name: weights(base)[name].to(dtype)}
+    save_file(weights(base) | narrow, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"--base=.* is invalid: {name} is stored in few bits"):
+        plan_graft(tmp_path, base, tuned)
 
 
 def test_models_that_do_not_go_together_are_refused_in_one_line(tmp_path, base, capsys):

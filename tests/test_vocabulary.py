@@ -170,11 +170,28 @@ def test_the_command_of_a_run_takes_the_learned_text_alone_whatever_its_folders_
     corpus = tmp_path / "my texts (1), old"
     corpus.mkdir()
     options = SimpleNamespace(corpus=corpus, base="a/b", output=tmp_path / "x=y")
+    options.column, options.document, options.ignore = "text", "auto", []
     assert read_usage(options)["domains.root"] == str(corpus)
     (corpus / "a.txt").write_text("text")
     usage = read_usage(options)
     assert (usage["domains.root"], usage["domains.only"]) == (str(tmp_path), [corpus.name])
     assert usage["model.tokenizer"] == str(options.output)
+    assert not {"domains.column", "domains.document", "domains.ignore"} & set(usage)
+
+
+def test_the_command_of_a_run_reads_the_text_as_the_tokenizer_was_learned_from_it(tmp_path):
+    options = SimpleNamespace(corpus=tmp_path, base="a/b", output=tmp_path / "new")
+    options.column, options.document, options.ignore = "body", "line", ["old*", "a,b"]
+    usage = read_usage(options)
+    assert (usage["domains.column"], usage["domains.document"]) == ("body", "line")
+    assert usage["domains.ignore"] == ["old*", "a,b"]
+
+    # Of one file the others of its folder are no text.
+    options.corpus = tmp_path / "one.txt"
+    options.corpus.write_text("text")
+    usage = read_usage(options)
+    assert usage["domains.root"] == "FOLDER" and "domains.only" not in usage
+    assert "that holds one.txt alone" in vocabulary.format_usage(options)
 
 
 def read_usage(options):

@@ -1,10 +1,13 @@
 """`python -m cpt.withdraw`: what a run is without a domain, by each form, and what it says where none can."""
 
 import json
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file
 from torch import nn
 
@@ -268,3 +271,21 @@ def test_what_cannot_be_given_back_is_refused_in_one_line(small, start, tmp_path
     assert withdraw.main([str(run), "law"]) == 0  # the base learns what followed
     output = capsys.readouterr().out
     assert "Cost: 2 steps" in output and "the command of the run with 'order=[food]'" in output
+
+
+def test_printed_commands_are_read_as_they_are_meant(tmp_path):
+    """Whatever the folders and domains are called: Hydra would read 3.10 as a number, and commas as a list."""
+    run = RunDir(tmp_path / "run")
+    (run.path / ".hydra").mkdir(parents=True)
+    withdrawal = SimpleNamespace(run=run, remaining=["3.10", "a,b", "it's"])
+    expected = {"order": withdrawal.remaining, "hydra.run.dir": "runs/[1], new"}
+    assert read_overrides(withdraw.format_run_command(withdrawal, Path("runs/[1], new"))) == expected
+
+    (run.path / ".hydra" / "overrides.yaml").write_text("['order=[x]']")
+    assert read_overrides(withdraw.format_run_command(withdrawal, Path("runs/[1], new"))) == expected
+
+
+def read_overrides(command):
+    words = [word for word in shlex.split(command) if "=" in word]
+    overrides = OverridesParser.create().parse_overrides(words)
+    return {override.key_or_group: override.value() for override in overrides}

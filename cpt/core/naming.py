@@ -3,7 +3,7 @@ way: `optim.lr=1e-3` as `0.001`."""
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ OUTSIDE_VARIANT = (
     "experiment",
 )
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
-PLAIN = re.compile(r"[\w./+@-]+")  # what needs no quotes for Hydra
+PLAIN = re.compile(r"[\w./+@-]+", re.ASCII)  # what needs no quotes, unless it is a number or the like
 PATTERNS_OPTION = "optim.lr_multipliers"  # a mapping with regular expressions as keys
 HYDRA_ESCAPE = re.compile(r"\\([\\()\[\]{}:=, ])")  # a character that Hydra has another use for, escaped
 LONGEST = 160  # characters of a folder's name; file systems take 255
@@ -137,10 +137,30 @@ def list_typed_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(overrides)
 
 
-def quote(value: str) -> str:
-    """A value as Hydra takes it, whatever is in it."""
-    escaped = value.replace("'", "\\'")
-    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
+def quote(text: str) -> str:
+    """A text as Hydra takes it on the command line: in quotes where it would read something else.
+
+    >>> print(quote("law"), quote("3.10"), quote("a,b"), quote("null"))
+    law '3.10' 'a,b' 'null'
+    """
+    if PLAIN.fullmatch(text):
+        override = OverridesParser.create().parse_override(f"key={text}")
+        if isinstance(override.value(), str):
+            return text
+    return put_in_quotes(text)
+
+
+def quote_list(texts: Iterable[str]) -> str:
+    """A list of texts as Hydra takes it, like `[law,'3.10']`."""
+    return f"[{','.join(map(quote, texts))}]"
+
+
+def put_in_quotes(text: str) -> str:
+    """A text in quotes of Hydra's grammar, in which a backslash counts only before a quote, and with `${` as
+    OmegaConf takes it for text."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text.replace("${", r"\${"))
+    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
+    return f"'{escaped}'"
 
 
 @functools.lru_cache  # the config asks again wherever a name is interpolated

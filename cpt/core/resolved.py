@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.core.config import flatten
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.naming import put_in_quotes
 from cpt.core.processes import is_one_of_several
 
 RUN_FOLDER = "hydra.run.dir"
@@ -185,5 +186,4 @@ def format_override_value(value: Any) -> str:
         return f"{{{','.join(items)}}}"
     if isinstance(value, int | float):
         return str(value)
-    escaped = str(value).replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"
+    return put_in_quotes(str(value))

@@ -27,7 +27,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto import modeling_auto
-from transformers.utils import CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from cpt.core.distributed import gather_objects, is_sharded, to_local
 from cpt.core.errors import find_reason
@@ -229,20 +230,16 @@ def load_config(checkpoint: str) -> PretrainedConfig:
     """A checkpoint's configuration, with outputs as methods read them, without kernels of another machine and
     without the code of its authors, of which an exported model has none.
 
-    Raises ValueError if there is no such checkpoint, for values that transformers refuses, and for an adapter
-    of peft, which transformers would load frozen into the model."""
+    Raises ValueError if there is no such checkpoint, for values that transformers refuses, for a model
+    without a vocabulary, and for an adapter of peft, which transformers would load frozen into the model."""
     folder = Path(checkpoint)
-    if (folder / "adapter_config.json").is_file():
-        raise InvalidOptionError(
-            "model.name_or_path",
-            checkpoint,
-            reason="it has an adapter of peft (adapter_config.json)",
-            allowed="a folder of the model with it merged (peft's merge_and_unload)",
-        )
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        raise unmerged_error(checkpoint)
     check_has_config(folder)
     try:
         check_model_access(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        adapter_file = find_adapter_config_file(checkpoint)  # of the Hub
     except (OSError, ValueError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         if "trust_remote_code" in str(error):
@@ -262,6 +259,16 @@ def load_config(checkpoint: str) -> PretrainedConfig:
             allowed="a config.json as the class of the model reads it",
         ) from error
 
+    if adapter_file is not None:
+        raise unmerged_error(checkpoint)
+    if getattr(config.get_text_config(), "vocab_size", None) is None:
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"a {config.model_type} has no vocabulary (vocab_size in config.json)",
+            allowed="a language model of tokens",
+        )
+
     # A checkpoint may ask for tuples or attention maps, which methods would have to tell apart.
     for name, value in PLAIN_OUTPUTS.items():
         setattr(config, name, value)
@@ -270,6 +277,15 @@ def load_config(checkpoint: str) -> PretrainedConfig:
     if hasattr(config, AUTO_MAP):
         delattr(config, AUTO_MAP)
     return config
+
+
+def unmerged_error(checkpoint: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        "model.name_or_path",
+        checkpoint,
+        reason=f"it has an adapter of peft ({ADAPTER_CONFIG_NAME})",
+        allowed="a folder of the model with it merged (peft's merge_and_unload)",
+    )
 
 
 def check_has_config(folder: Path) -> None:
@@ -321,6 +337,14 @@ def truncate_config(config: PretrainedConfig, num_hidden_layers: int) -> Pretrai
     if num_hidden_layers > depth:
         raise InvalidOptionError(
             "model.num_hidden_layers", num_hidden_layers, allowed=f"null, or 1 to {depth}"
+        )
+    # Gemma 3n has a part of a table and of a projection for each block, in tensors of all blocks.
+    if num_hidden_layers < depth and getattr(text_config, "hidden_size_per_layer_input", 0):
+        raise InvalidOptionError(
+            "model.num_hidden_layers",
+            num_hidden_layers,
+            reason=f"a {config.model_type} has embeddings for each of its blocks in one table",
+            allowed=f"null, or {depth}, all blocks",
         )
     for name in ("num_hidden_layers", "num_decoder_layers", "decoder_layers"):
         stack_depth = getattr(text_config, name, None)

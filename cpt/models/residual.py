@@ -64,11 +64,12 @@ def open_checkpoint(option: str, name: str) -> Checkpoint:
     except InvalidOptionError as error:  # which names an option of a run
         raise InvalidOptionError(option, name, reason=error.reason, allowed=error.allowed) from error
     stored = read_stored_weights(files)
-    packed = [key for key, tensor in stored.tensors.items() if tensor.dtype in (torch.uint8, torch.int8)]
-    if packed:
-        raise InvalidOptionError(
-            option, name, reason=f"{packed[0]} is stored in few bits", allowed="weights in 16 or 32 bits"
-        )
+    for key, tensor in stored.tensors.items():
+        is_mask = tensor.dtype == torch.bool or key.endswith(".bias")  # of attention, which old files have
+        if tensor.dtype.itemsize == 1 and not is_mask:
+            raise InvalidOptionError(
+                option, name, reason=f"{key} is stored in few bits", allowed="weights in 16 or 32 bits"
+            )
     return Checkpoint(
         option=option,
         name=name,

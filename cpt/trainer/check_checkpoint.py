@@ -23,7 +23,13 @@ from cpt.core.processes import is_first_process
 from cpt.core.schema import Int, fits
 from cpt.models import loading
 from cpt.models.extended_tokenizer import check_fit
-from cpt.models.quantization import MXFP4, OF_BITSANDBYTES, describe_stored, drop_quantization
+from cpt.models.quantization import (
+    MXFP4,
+    OF_BITSANDBYTES,
+    describe_stored,
+    drop_quantization,
+    read_stored_config,
+)
 from cpt.models.stored_weights import (
     check_report,
     check_unscaled,
@@ -99,6 +105,14 @@ def check_stored_form(name_or_path: str, config: PretrainedConfig) -> None:
             allowed="config.json without it",
         )
     stored = describe_stored(config)
+    storage = read_stored_config(config).get("bnb_4bit_quant_storage", "uint8")
+    if stored in OF_BITSANDBYTES and storage != "uint8":
+        raise InvalidOptionError(
+            "model.name_or_path",
+            name_or_path,
+            reason=f"its weights in {stored} are stored as {storage} (bnb_4bit_quant_storage in config.json)",
+            allowed="the same model with bnb_4bit_quant_storage=uint8, or in 16 or 32 bits",
+        )
     if stored in ("", *OF_BITSANDBYTES):
         return
     if stored != MXFP4:

@@ -4,6 +4,7 @@ What the finished run has learned is copied into the folder of the new run; its 
 
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from cpt.core.cache import PARTIAL, discard
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.naming import quote
 from cpt.evaluation.run_folders import suggest_runs
 from cpt.evaluation.withdrawals import WITHDRAWN_FILE
 from cpt.trainer.manifest import Manifest, is_beginning, join_first
@@ -151,11 +153,12 @@ def check_longer_order(plan: Plan, source: RunDir, manifest: Manifest) -> None:
         )
     if not is_beginning(manifest.order, plan.order):
         order = f"order={format_value(plan.run.order)} ({join_first(plan.order)})"
+        learned = ",".join(map(quote, manifest.order))
         raise InvalidOptionError(
             "extend",
             source.path,
             reason=f"it has learned {join_first(manifest.order)}, after which {order} adds nothing",
-            allowed=f"an order that begins with these: 'order=[{','.join(manifest.order)},…]'",
+            allowed=f"an order that begins with these: {shlex.quote(f'order=[{learned},…]')}",
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from cpt.core import files
 from cpt.core.exceptions import DamagedFileError, format_value
 from cpt.core.messages import count_noun
+from cpt.core.naming import quote, quote_list
 from cpt.core.processes import is_first_process
 from cpt.core.schema import check_types
 from cpt.data.sources.base import DocumentSource, make_stamp
@@ -179,9 +181,8 @@ def reject_order(plan: Plan, run: RunDir, stored_order: Sequence[str]) -> None:
     new_domains = [name for name in plan.order if name not in stored_order]
     gone_domains = [name for name in stored_order if name not in plan.order]
     difference = describe_order_difference(plan.order, stored_order)
-    resume_hint = (
-        f"'order=[{','.join(stored_order)}]' 'hydra.run.dir={run.path}' resumes with the domains it had"
-    )
+    command = shlex.join([f"order={quote_list(stored_order)}", f"hydra.run.dir={quote(str(run.path))}"])
+    resume_hint = f"{command} resumes with the domains it had"
 
     # Further domains may follow, unless the first ones would have been trained differently with them.
     is_longer = is_beginning(stored_order, plan.order)
@@ -197,9 +198,10 @@ def reject_order(plan: Plan, run: RunDir, stored_order: Sequence[str]) -> None:
     scores = run.load_scores()
     if is_longer and scores is not None and scores.run["finished"]:
         folder = run.path.with_name(f"{run.path.name}-{new_domains[-1]}")
+        command = shlex.join([f"extend={quote(str(run.path))}", f"hydra.run.dir={quote(str(folder))}"])
         raise ValueError(
             f"{run.path} has learned {join_first(stored_order)} ({difference}) and stays as it is. "
-            f"Allowed: 'extend={run.path}' 'hydra.run.dir={folder}' learns what is new; {resume_hint}"
+            f"Allowed: {command} learns what is new; {resume_hint}"
         )
 
     remedy = "restore them" if gone_domains else resume_hint

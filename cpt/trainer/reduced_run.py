@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.core import files
 from cpt.core.exceptions import DamagedFileError
+from cpt.core.naming import quote_list
 from cpt.evaluation.scores import ACTIVITIES, COST_COLUMNS, Scores
 from cpt.trainer.extension import copy_entry, link_entry
 from cpt.trainer.manifest import Manifest
@@ -122,7 +123,7 @@ def replace_order(overrides: Sequence[str], order: Sequence[str]) -> list[str]:
     """
     names_of_run = ("order", "extend", "hydra.run.dir")
     other_overrides = [override for override in overrides if override.partition("=")[0] not in names_of_run]
-    return [*other_overrides, f"order=[{','.join(order)}]"]
+    return [*other_overrides, f"order={quote_list(order)}"]
 
 
 def write_documents(reduced_run: RunDir, run: RunDir, reduction: Reduction) -> None:

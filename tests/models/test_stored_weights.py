@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForPreTraining,
+    CanineConfig,
     GPT2Config,
     GPT2LMHeadModel,
     MixtralConfig,
@@ -25,7 +26,12 @@ from transformers import (
 
 from cpt.models import loading
 from cpt.models.stored_weights import StoredWeights, WeightsReport, find_wrapper
-from cpt.trainer.check_checkpoint import check_stored_weights, check_weight_files, log_ignored_settings
+from cpt.trainer.check_checkpoint import (
+    check_stored_form,
+    check_stored_weights,
+    check_weight_files,
+    log_ignored_settings,
+)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 DECODER = SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "max_position_embeddings": 40}
@@ -459,6 +465,37 @@ def test_an_export_of_a_class_of_transformers_names_no_custom_code(tmp_path, cap
     loading.load_model(tmp_path, "causal").save_pretrained(tmp_path / "model")
     assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+
+
+def test_a_model_of_characters_has_no_vocabulary(tmp_path):
+    CanineConfig(architectures=["CanineModel"]).save_pretrained(tmp_path)
+    expected = "a canine has no vocabulary (vocab_size in config.json). Allowed: a language model of tokens"
+    assert refusal(tmp_path).endswith(expected)
+
+
+def test_an_adapter_of_the_hub_that_has_the_config_of_its_model_is_refused(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--user--tuned" / "snapshots" / "abc"
+    checkpoint_of("qwen2", snapshot, "model.safetensors")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "models--user--tuned" / "refs").mkdir()
+    (tmp_path / "models--user--tuned" / "refs" / "main").write_text("abc")
+    assert loading.load_config("user/tuned").model_type == "qwen2"
+    (snapshot / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"name_or_path=user/tuned is invalid: it has an adapter of peft"):
+        loading.load_config("user/tuned")
+
+
+def test_weights_in_4_bits_within_numbers_of_16_are_named(tmp_path):
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    edit_config(tmp_path, quantization_config=stored | {"bnb_4bit_quant_storage": "bfloat16"})
+    config = loading.load_config(str(tmp_path))
+    with pytest.raises(ValueError, match="its weights in nf4 are stored as bfloat16 .bnb_4bit_quant_stor"):
+        check_stored_form(str(tmp_path), config)
+    edit_config(tmp_path, quantization_config=stored)
+    check_stored_form(str(tmp_path), loading.load_config(str(tmp_path)))
 
 
 @pytest.mark.parametrize("inner", ["checkpoint-5", "snapshots/abc", ""])

@@ -145,7 +145,7 @@ def test_the_config_of_an_extended_run_is_that_of_all_its_domains(start, small, 
     extended_pattern = re.escape(f"{tmp_path / 'one'}-space")
     line = f"^{run_pattern} has learned law .new: space. and stays as it is. "
     with pytest.raises(
-        ValueError, match=f"{line}Allowed: 'extend={run_pattern}' 'hydra.run.dir={extended_pattern}' learns"
+        ValueError, match=f"{line}Allowed: extend={run_pattern} hydra.run.dir={extended_pattern} learns"
     ):
         start(small(*options), tmp_path / "one")
 

@@ -143,6 +143,9 @@ def test_the_first_blocks_of_a_hybrid_are_kept_and_what_cannot_have_fewer_is_ref
     ) as caught:
         truncate_config(AutoConfig.for_model("gpt_neo", **kinds), 3)
     assert str(caught.value).endswith("Allowed: null, or 8, all blocks")
+    gemma = sizes | {"num_kv_shared_layers": 2, "head_dim": 16, "vocab_size_per_layer_input": 96}
+    with pytest.raises(ValueError, match="a gemma3n_text has embeddings for each of its blocks in one table"):
+        truncate_config(AutoConfig.for_model("gemma3n_text", **gemma), 3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun, find_similar_path
+from cpt.core.naming import quote
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
@@ -265,10 +266,10 @@ class Texts(Source):
         if not self.loose_text:
             return LAYOUT
         folder = self.corpora.absolute()
-        root = shlex.quote(f"domains.root={folder.parent}")
+        root = shlex.quote(f"domains.root={quote(str(folder.parent))}")
         if self.corpora != Path(self.root):
             root += " domains.folder=."
-        order = shlex.quote(f"order=[{folder.name}]")
+        order = shlex.quote(f"order=[{quote(folder.name)}]")
         return f"{LAYOUT}, for {folder.name} as a domain {root} {order}"
 
     def check_splits(self, folder: Path, paths: Sequence[Path]) -> None:
