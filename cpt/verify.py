@@ -19,8 +19,10 @@ from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
 from cpt.evaluation.chat_files import load_answers, load_losses
+from cpt.evaluation.derived_rows import DOCUMENTS_FILE, ROW_FILE, DerivedRow, load_derived_documents
 from cpt.evaluation.predictions import load_results
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.withdrawals import WITHDRAWN_FILE, load_withdrawals
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import RunDir
@@ -86,6 +88,9 @@ def find_damage_in_run(folder: Path) -> Iterator[str]:
         "chats/*/answers.json": load_answers,
         "divergence/*/*.npz": partial(check_archive, remedy="the same command measures it again"),
         "benchmarks/*/*.json": load_results,
+        f"*/{ROW_FILE}": DerivedRow.load,
+        f"*/{DOCUMENTS_FILE}": lambda path: load_derived_documents(path.parent),
+        WITHDRAWN_FILE: lambda path: load_withdrawals(path.parent),
         "identity.json": lambda path: Manifest.load(run),
         "scores.json": lambda path: check_scores(path, run),
     }
@@ -131,7 +136,7 @@ def check_file(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         names_path = str(path.parent) in line
 
         # An error says what to do where the same command does not help.
-        has_remedy = re.search("; (delete|restore|read|update|the same command) ", line) is not None
+        has_remedy = re.search("; (delete|restore|read|update|make|the same command) ", line) is not None
         if not has_remedy and not isinstance(error, PermissionError):
             line += "; the same command rebuilds it"
         yield line if names_path else f"{path}: {line}"

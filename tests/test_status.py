@@ -68,6 +68,14 @@ def test_without_a_heartbeat_the_scores_tell(tmp_path):
     assert states == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0), ("unfinished", 0.75)]
 
 
+def test_a_run_with_all_domains_in_one_stage_is_done_with_its_row(tmp_path):
+    run = make_run(tmp_path / "run", finished=False, rows=2)
+    text = (run / "scores.json").read_text()
+    (run / "scores.json").write_text(text.replace('["base", "law"]', '["base", "joint"]'))
+    (run_status,) = status.read_statuses([tmp_path])
+    assert (run_status.state, run_status.done) == ("unfinished", 1.0)
+
+
 def test_scores_of_another_programs_form_are_read_as_a_report_reads_them(tmp_path):
     forms = {
         "one line": (True, None),

@@ -169,8 +169,9 @@ def test_the_command_of_a_run_takes_the_learned_text_alone_whatever_its_folders_
     """Hydra takes each value as it is, and no folder next to a corpus of files becomes a domain."""
     corpus = tmp_path / "my texts (1), old"
     corpus.mkdir()
-    options = SimpleNamespace(corpus=corpus, base="a/b", output=tmp_path / "x=y")
-    options.column, options.document, options.ignore = "text", "auto", []
+    options = SimpleNamespace(
+        corpus=corpus, base="a/b", output=tmp_path / "x=y", column="text", document="auto", ignore=[]
+    )
     assert read_usage(options)["domains.root"] == str(corpus)
     (corpus / "a.txt").write_text("text")
     usage = read_usage(options)
@@ -180,8 +181,14 @@ def test_the_command_of_a_run_takes_the_learned_text_alone_whatever_its_folders_
 
 
 def test_the_command_of_a_run_reads_the_text_as_the_tokenizer_was_learned_from_it(tmp_path):
-    options = SimpleNamespace(corpus=tmp_path, base="a/b", output=tmp_path / "new")
-    options.column, options.document, options.ignore = "body", "line", ["old*", "a,b"]
+    options = SimpleNamespace(
+        corpus=tmp_path,
+        base="a/b",
+        output=tmp_path / "new",
+        column="body",
+        document="line",
+        ignore=["old*", "a,b"],
+    )
     usage = read_usage(options)
     assert (usage["domains.column"], usage["domains.document"]) == ("body", "line")
     assert usage["domains.ignore"] == ["old*", "a,b"]

@@ -235,6 +235,17 @@ def test_a_line_has_one_remedy(tmp_path):
     assert line.endswith("; the same command measures it again")
 
 
+def test_models_made_of_a_run_and_withdrawals_are_verified(tmp_path):
+    (tmp_path / "graft").mkdir()
+    (tmp_path / "graft" / "row.json").write_text("{")
+    (tmp_path / "graft" / "documents.npz").write_bytes(b"no archive")
+    (tmp_path / "withdrawn.json").write_text('[{"domain": 1}]')
+    row_line, documents_line, withdrawn_line = verify.find_damage_in_run(tmp_path)
+    assert row_line.startswith(f"{tmp_path}/graft/row.json") and row_line.endswith("; make the model again")
+    assert "documents.npz" in documents_line and documents_line.endswith("; make the model again")
+    assert "withdrawn.json" in withdrawn_line and withdrawn_line.endswith("; restore it from a backup")
+
+
 def test_pictures_of_the_page_and_diagnostics_are_verified(tmp_path, capsys):
     run = RunDir(tmp_path / "run")
     run.model.mkdir(parents=True)
