@@ -22,6 +22,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests/test_gpu.py says how 
 import pytest
 
 from tests.support.campaign import is_campaign_row
+from tests.support.slow_tests import name_test, read_slow_tests
 
 if TYPE_CHECKING:  # the process that hands out the tests reads this file too, and needs no torch
     from omegaconf import DictConfig
@@ -65,8 +66,10 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is found
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in which a model learns are slow, whatever they look at, and so are those of the campaign:
-    `-m "not slow"` leaves both out. Rows that others stand for are the campaign's."""
+    """Tests in which a model learns are slow, whatever they look at, and so are those of the campaign and
+    those that were measured as slow: `-m "not slow"` leaves them out. Rows that others stand for are the
+    campaign's."""
+    slow_tests = read_slow_tests()
     for item in items:
         if is_campaign_row(item.nodeid):
             item.add_marker(pytest.mark.campaign)
@@ -74,7 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # A parameter may be the name of a fixture that the test asks for by request.getfixturevalue.
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         names = {*getattr(item, "fixturenames", ()), *map(str, parameters)}
-        if names & LEARNING or item.get_closest_marker("campaign"):
+        is_measured_slow = name_test(item.nodeid) in slow_tests
+        if names & LEARNING or is_measured_slow or item.get_closest_marker("campaign"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -12,6 +12,7 @@ from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
 from tests.conftest import ROOT
 from tests.support.campaign import CAMPAIGN_ROWS
+from tests.support.slow_tests import read_slow_tests
 
 CPT = ROOT / "cpt"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -22,12 +23,15 @@ def block(heading: str) -> str:
     return CONTRIBUTING.split(f"\n## {heading}\n", 1)[1].split("\n```\n")[1]
 
 
-def test_what_rests_until_the_campaign_and_every_wing_of_the_map_is_there():
+def test_tests_that_rest_and_every_wing_of_the_map_are_there():
     tests = set()
+    node_ids = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         names = re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         tests.update((path.name, name) for name in names)
+        node_ids.update(f"{path.relative_to(ROOT)}::{name}" for name in names)
     assert set(CAMPAIGN_ROWS) - tests == set()
+    assert read_slow_tests() - node_ids == set()
 
     wings = {f"{path.name}/" for path in CPT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert wings == set(re.findall(r"^  (\w+/) +\w", block("The map"), re.MULTILINE))
