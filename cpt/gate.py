@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.output import run_program
@@ -23,7 +25,7 @@ from cpt.evaluation.chat_answers import (
     find_newly_broken,
 )
 from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES, find_chat_file, load_answers, load_losses
-from cpt.evaluation.metrics import Change, Losses, compare_losses
+from cpt.evaluation.metrics import Array, Change, Losses, compare_losses
 from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores, encode
 from cpt.reporting.formats import shorten
@@ -107,13 +109,17 @@ def judge_run(
 def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) -> list[BoundedChange]:
     """The changes of the losses on held-out chats and on the base's answers from `start_row` to the last row,
     with the interval of Student's t over chats. A loss that `start_row` lacks is compared with that of the
-    base; one that the last row lacks is left out. Raises ValueError for a file that is missing or damaged,
-    and for files of different chats."""
+    base; one that the last row lacks is left out. One of the last row that is not finite is infinite: no
+    bound allows it. Raises ValueError for a file that is missing or damaged, and for files of different
+    chats."""
     changes = []
     last = len(scores.rows) - 1
     for name, (key, kind) in CHAT_LOSSES.items():
         mean_by_row = scores.chats.get(key, [])  # nats per token; None of a row that was not measured
-        if len(mean_by_row) <= last or mean_by_row[last] is None:
+        if len(mean_by_row) <= last:
+            continue
+        is_measured = mean_by_row[last] is not None
+        if not is_measured and not has_nonfinite_losses(run, scores, row=last, kind=kind):
             continue
         first = 0 if mean_by_row[start_row] is None else start_row
         before = load_losses(find_stored_file(run, scores, row=first, kind=kind))
@@ -121,19 +127,33 @@ def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) ->
         if before.digest != after.digest:
             raise ValueError(f"{run.path}/chats has other chats in two rows; give the run again")
 
-        _, low, high = find_chat_rise(before.losses, after.losses)  # bounds are None of too few chats
-        changes.append(
-            BoundedChange(
-                text=name,
-                before=float(compute_mean_losses(before.losses).mean()),
-                after=float(compute_mean_losses(after.losses).mean()),
-                low=math.nan if low is None else low,
-                high=math.nan if high is None else high,
-                is_new=False,
-                limit=limit,
-            )
-        )
+        changes.append(compare_chats(name, before.losses, after.losses, limit=limit))
     return changes
+
+
+def compare_chats(name: str, before: Array, after: Array, *, limit: float) -> BoundedChange:
+    """The change between the losses by chat of two rows, [2, chats] each: nats, scored tokens."""
+    mean_before = float(compute_mean_losses(before).mean())
+    mean_after = float(compute_mean_losses(after).mean())
+    _, low, high = find_chat_rise(before, after)  # bounds are None of too few chats
+    if math.isfinite(mean_before) and not math.isfinite(mean_after):
+        mean_after = low = high = math.inf
+    return BoundedChange(
+        text=name,
+        before=mean_before,
+        after=mean_after,
+        low=math.nan if low is None else low,
+        high=math.nan if high is None else high,
+        is_new=False,
+        limit=limit,
+    )
+
+
+def has_nonfinite_losses(run: RunDir, scores: Scores, *, row: int, kind: str) -> bool:
+    """Whether the chats of a row were measured and some of their losses are not finite: their mean is null in
+    scores.json, as one that was not measured. Raises ValueError for a damaged file."""
+    path = find_chat_file(run.path, scores.rows, row, kind)
+    return path.is_file() and not np.isfinite(load_losses(path).losses).all()
 
 
 def has_answers(scores: Scores) -> bool:

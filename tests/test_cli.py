@@ -29,6 +29,7 @@ CANNOT = {  # and the choice or option that is meant
     "--config-dir=mine method=mine": "",
     "+trainer.steps=3": "",
     "~trainer.steps=3": "",
+    "~method=ewc": "",
     "+hydra.job.name=x": "",
     "method=[ncl,ewc]": "",
     "-m trainer.steps=2 hydra.job.chdir=false,true": "",

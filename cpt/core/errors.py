@@ -24,6 +24,7 @@ from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
 from cpt.core.files import NO_ROOM_ERRNOS, explain_write_error
 from cpt.core.messages import abbreviate
+from cpt.core.naming import CONFIG
 from cpt.core.overrides import FULL_MAPPINGS
 from cpt.core.preemption import GO_ON, Preempted
 from cpt.core.processes import is_one_of_several
@@ -38,6 +39,9 @@ MISSING_CHOICE = re.compile(r"Could not load '(.+)'")
 UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
 OVERRIDE_WITHOUT_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
 VALUE_FOR_SECTION = re.compile(r"Cannot merge DictConfig with")
+NOT_REMOVABLE = re.compile(r"does not support deletion")
+# The folder of a run has the name, the order, the seed and the chosen method in its path.
+REMOVED_KEY = re.compile(r"Interpolation key '(?:hydra\.runtime\.choices\.)?(\w+)' not found")
 CONFIG_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 # Classes of errors that a user's input causes: one line is shown for them, and no traceback.
 INPUT_ERRORS = (ValueError, OSError, HydraException, omegaconf_errors.OmegaConfBaseException, YAMLError)
@@ -63,6 +67,9 @@ COMPOSITION_MESSAGES = {
     ),
     r"Could not delete from config. The value of '(.*)' is (.*) and not (.*)\.": (
         "~{0}={2} is invalid: its value is {1}. Allowed: ~{0}"
+    ),
+    r"Could not delete '(\w+)=(.*)'\. No match in the defaults list": (
+        "~{0}={1} is invalid: {1} is not the choice of {0}. Allowed: {0}=CHOICE, one of conf/{0}"
     ),
     r"Could not append to config. An item is already at '(.*)'\.\s+Either remove \+ prefix: '(.*)'": (
         "+{1} is invalid: the config has {0} already. Allowed: {1}, without +"
@@ -135,12 +142,30 @@ def explain_error(error: BaseException) -> str:
         case omegaconf_errors.MissingMandatoryValue(full_key=str(key)):
             return f"{key} is missing. Allowed: {key}=VALUE"
         case omegaconf_errors.InterpolationResolutionError(full_key=str(key)):
+            match = REMOVED_KEY.match(str(error))
+            if match is not None and key.startswith("hydra.") and match[1] in list_config_keys():
+                return describe_missing_key(match[1])
             return f"{key} is invalid: {str(error).splitlines()[0]}. Allowed: ${{KEY}} of an existing key"
         case omegaconf_errors.KeyValidationError(full_key=str(key)):
             return f"{key} is invalid: one of its keys is no text. Allowed: {{NAME: VALUE}}"
         case omegaconf_errors.ConfigTypeError(full_key=str(key)) if VALUE_FOR_SECTION.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
+        case omegaconf_errors.ConfigTypeError(full_key=str(key)) if NOT_REMOVABLE.search(str(error)):
+            return f"~{key} is invalid: it cannot be removed. Allowed: {key}=VALUE"
     return str(error)
+
+
+def list_config_keys() -> list[str]:
+    """The keys at the top of a config: config groups, and options outside of a group."""
+    options = yaml.safe_load((CONF / f"{CONFIG}.yaml").read_text(encoding="utf-8"))
+    return [*CONFIG_GROUPS, *options]
+
+
+def describe_missing_key(key: str) -> str:
+    """The message for a key at the top of the config that was removed, by `~key`."""
+    if key in CONFIG_GROUPS:
+        return f"{key} is missing. Allowed: {key}=CHOICE, one of conf/{key}"
+    return f"{key} is missing. Allowed: {key}=VALUE"
 
 
 def explain_hydra(error: HydraException) -> str:

@@ -120,9 +120,12 @@ def find_chat_rise(before: Array, after: Array) -> list[float | None]:
 
 
 def estimate_mean_change(differences: Array) -> list[float | None]:
-    """The mean of paired differences and its 95 % interval, None for fewer than three: mean, low, high."""
-    low, high = compute_mean_intervals(differences[None])[0].tolist()
+    """The mean of paired differences and its 95 % interval, None for fewer than three and where one is not
+    finite: mean, low, high."""
     mean = float(differences.mean())
+    if not math.isfinite(mean):
+        return [mean, None, None]
+    low, high = compute_mean_intervals(differences[None])[0].tolist()
     return [mean, None, None] if math.isnan(low) else [mean, low, high]
 
 

@@ -55,6 +55,7 @@ class Metric:
     needs_general: bool = False
     is_level: bool = False  # a loss, not a difference of losses
     is_nested: bool = False  # a mean over stages of means over domains
+    first_column: int = 0  # of the domains in the order of learning: that of the first term
 
     def is_defined(self, layout: MatrixLayout) -> bool:
         """Whether a matrix has the stages, domains, rows and texts that the terms are of."""
@@ -195,6 +196,7 @@ METRICS: Mapping[str, Metric] = {
         compute_terms=forward_gem_terms,
         min_stages=1,
         min_domains=2,
+        first_column=1,
     ),
     "general_drift": Metric(
         meaning="Rise of the loss on general text since the base, > 0 is bad",
@@ -238,10 +240,14 @@ class MatrixLayout:
         return GENERAL in self.domains
 
 
+def order_columns(layout: MatrixLayout) -> list[str]:
+    """The columns in the order of learning; the general text stays last."""
+    return list(dict.fromkeys([*layout.learned, *layout.domains]))
+
+
 def compute_terms(nll: Array, *, layout: MatrixLayout) -> dict[str, Array]:
     """The terms of every metric that has any; nll is [..., row, column] as in the layout."""
-    # In the order of learning; the general text stays last.
-    in_order = list(dict.fromkeys([*layout.learned, *layout.domains]))
+    in_order = order_columns(layout)
     aligned = nll
     if in_order != layout.domains:  # in a run they are equal, and nothing is copied
         aligned = nll[..., [layout.domains.index(name) for name in in_order]]
@@ -354,6 +360,7 @@ def find_intervals(
             raise ValueError(f"{name}: none of {document_count} has a scored token, one is needed")
         samples.append((np.asarray(sums, float)[..., is_scored], np.asarray(count, float)[is_scored]))
 
+    are_measured = np.stack([~np.isnan(sums).any(-1) for sums, _ in samples], -1)
     levels = [name for name, metric in METRICS.items() if metric.is_level]
     intervals = bootstrap(
         samples,
@@ -361,7 +368,7 @@ def find_intervals(
         replicates=replicates,
         seed=seed,
         adjusted=True,
-        averaged_columns=find_averaged_columns(layout),
+        averaged_columns=find_averaged_columns(are_measured, layout=layout),
         levels=levels,
     )
     # Student's interval of few documents would reach below what a loss can be.
@@ -371,21 +378,23 @@ def find_intervals(
     return intervals
 
 
-def find_averaged_columns(layout: MatrixLayout) -> dict[str, list[int]]:
-    """By metric, the columns that its mean is over."""
-    columns = {name: column for column, name in enumerate(layout.domains)}
-    general = [columns.pop(GENERAL)] if GENERAL in columns else []
-    domains = list(columns.values())
-    earlier_domains = [columns[name] for name in layout.learned[:-1]]
+def find_averaged_columns(are_measured: Array, *, layout: MatrixLayout) -> dict[str, list[int]]:
+    """By metric, the columns that its mean is over: those whose terms were measured. `are_measured` [row,
+    column] says which cells of the matrix were."""
+    in_order = order_columns(layout)
+    terms_if_measured = compute_terms(np.where(are_measured, 0.0, np.nan), layout=layout)
 
     averaged_columns = {}
-    for name, metric in METRICS.items():
-        if metric.needs_general:
-            averaged_columns[name] = general
-        elif metric.min_stages == 2:  # the last domain has had no stage after its own
-            averaged_columns[name] = earlier_domains
-        else:
-            averaged_columns[name] = domains
+    for name, terms in terms_if_measured.items():
+        metric = METRICS[name]
+        has_term = ~np.isnan(terms)
+        if metric.is_nested:
+            has_term = has_term.any(0)
+        first_column = layout.num_domains if metric.needs_general else metric.first_column
+        term_columns = in_order[first_column:]
+        averaged_columns[name] = [
+            layout.domains.index(term_columns[number]) for number in np.flatnonzero(has_term).tolist()
+        ]
     return averaged_columns
 
 
@@ -419,6 +428,9 @@ def bootstrap(
         columns: Sequence[int] = range(len(samples))
         if averaged_columns is not None:
             columns = averaged_columns[name]
+        if not columns:  # nothing of it was measured
+            intervals[name] = {unit: [math.nan, math.nan] for unit in draws_by_unit}
+            continue
 
         # Columns of few items make the spread of their mean uncertain, and the percentiles too narrow.
         sizes = np.array([samples[column][1].size for column in columns], float)

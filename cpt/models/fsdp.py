@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.distributed import is_sharded, shard_like
 from cpt.core.tensors import NamedTensors
-from cpt.models.units import find_blocks
+from cpt.models.units import find_blocks, list_needed_blocks
 
 
 class GradientReduction:
@@ -55,6 +55,12 @@ def leave_as_is(name: str, module: nn.Module) -> None:
     """Prepares nothing of a module before it is sharded."""
 
 
+def list_sharded_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks whose weights are gathered one after another. Raises ValueError for a model without
+    blocks."""
+    return list_needed_blocks(model, key="strategy", value="fsdp", allowed="single, ddp")
+
+
 def shard_model(
     model: PreTrainedModel,
     sharding: Sharding,
@@ -64,7 +70,7 @@ def shard_model(
 ) -> None:
     """Shards the weights of a model in place, except those ignored: each block, and what is in none, by name
     "". `prepare` is called with the name of each just before. Raises ValueError for a model without
-    blocks."""
+    blocks, which `list_sharded_blocks` reports before."""
     model.reduction = GradientReduction()
     for name, module in [*find_blocks(model), ("", model)]:
         prepare(name, module)

@@ -146,6 +146,14 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
+def list_needed_blocks(model: nn.Module, *, key: str, value: Any, allowed: str) -> list[nn.Module]:
+    """The blocks of a model. Raises InvalidOptionError for the option that needs them where none is known."""
+    try:
+        return [block for _, block in find_blocks(model)]
+    except UnknownLayersError as error:
+        raise InvalidOptionError(key, value, reason=str(error), allowed=allowed) from error
+
+
 def is_stack(layers: Sequence[tuple[str, nn.Module]]) -> bool:
     """Whether named layers are the blocks of a model: each holds an attention, or in a hybrid some do, and
     the others hold a mixer, as the short convolutions of LFM 2."""

@@ -23,7 +23,7 @@ from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.options import Freeze
 from cpt.models.quantization import find_quantized_layers
-from cpt.models.units import find_blocks
+from cpt.models.units import find_blocks, list_needed_blocks
 from cpt.optim.rounding import TO_NEAREST, Rounding
 
 IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
@@ -231,10 +231,13 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
     """The parameters that no method trains, as the options say: embeddings, the first blocks, both with their
     adapters, and all that no entry of `trainable` finds (with `biases`, BitFit; Ben Zaken et al., ACL 2022).
-    Raises ValueError for more blocks than there are, and for an entry of `trainable` that finds nothing."""
+    Raises ValueError for more blocks than there are, for a model without known blocks, and for an entry of
+    `trainable` that finds nothing."""
     frozen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
-        blocks = [block for _, block in find_blocks(model)]
+        key = "freeze.layers" if freeze.layers else "freeze.embeddings"
+        allowed = "freeze.layers=0 freeze.embeddings=false; trainable=… finds parameters by their names"
+        blocks = list_needed_blocks(model, key=key, value=freeze.layers or True, allowed=allowed)
         if freeze.layers > len(blocks):
             raise InvalidOptionError(
                 "freeze.layers", freeze.layers, allowed=f"0 to {len(blocks)}, all blocks"

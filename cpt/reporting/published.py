@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,11 +121,13 @@ def compare_group(group: RunGroup, row: PublishedRow) -> Iterator[list[str]]:
     """The cells of each published value that some run of the group has."""
     titles = {measure.key: measure.title for measure in MEASURES}
     runs = [run for run in group.runs if row.orders is None or run.order_name in row.orders]
+    group_of_orders = replace(group, runs=runs)
     for key, value in row.values.items():
-        measured = [run.values[key] for run in runs if key in run.values]
+        values = group_of_orders.list_values(key)
+        measured = [measured_value for measured_value in values if measured_value is not None]
         if not measured:
             continue
-        spread = measure_spreads(np.array([measured]), num_runs=len(runs))[0]
+        spread = measure_spreads(np.array([measured]), num_runs=len(values))[0]
         difference = f"{100 * spread.mean - value:+.2f}"
         difference += format_interval(100 * spread.low - value, 100 * spread.high - value, format_points)
         yield [

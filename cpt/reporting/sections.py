@@ -40,12 +40,17 @@ class RunGroup:
     size: str  # `6 (3 seeds x 2 orders)`
 
     def list_values(self, key: str) -> list[float | None]:
-        """A value by run."""
-        return [run.values.get(key) for run in self.runs]
+        """A value by pair of order and seed; None of a pair without one. Runs of one pair, as copies of a run
+        are, have their mean."""
+        values_by_pair: dict[tuple, list[float]] = {run.pair: [] for run in self.runs}
+        for run in self.runs:
+            if key in run.values:
+                values_by_pair[run.pair].append(run.values[key])
+        return [fmean(values) if values else None for values in values_by_pair.values()]
 
     def mean(self, key: str) -> float | None:
-        """The mean of a value over the runs that have it."""
-        values = [run.values[key] for run in self.runs if key in run.values]
+        """The mean of a value over the pairs of order and seed that have it."""
+        values = [value for value in self.list_values(key) if value is not None]
         return fmean(values) if values else None
 
 

@@ -44,6 +44,9 @@ MATRICES: dict[str, tuple[Format, str]] = {
 MATRIX_COLUMNS = ["group", "order", "kind", "row", "text", "mean", "sd", "n"]
 NO_OPTIONS = ("name", "seed", "_target_", "_partial_")  # keys of a config that the settings leave out
 MAX_STEM = 80  # characters of a file's name
+LONG_NAME = 32  # characters from which on the name of a group is broken into lines
+BREAK = r"\allowbreak{}"
+SEPARATORS = re.compile(r"(/|,|=|\.|:|-|\\_|\\\{|\+)(?=\S)")  # in TeX, after which a line may end
 ESCAPED = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -167,13 +170,19 @@ def measure_matrices(section: RunSection) -> DataFrame:
 
 
 def collect_cells(runs: Sequence[MeasuredRun]) -> dict[tuple[str, str, str], list[float]]:
-    """The finite values of the runs by kind of matrix, row and column."""
-    cells: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    """The finite values of the runs by kind of matrix, row and column, one for each pair of order and seed:
+    copies of a run have their mean."""
+    values_by_cell: dict[tuple[str, str, str], dict[tuple, list[float]]] = {}
     for run in runs:
         for kind, matrix in find_matrices(run.scores).items():
             for row, column in np.argwhere(np.isfinite(matrix.to_numpy())).tolist():
                 cell = kind, matrix.index[row], matrix.columns[column]
-                cells[cell].append(float(matrix.iat[row, column]))
+                values_by_pair = values_by_cell.setdefault(cell, defaultdict(list))
+                values_by_pair[run.pair].append(float(matrix.iat[row, column]))
+
+    cells = {}
+    for cell, values_by_pair in values_by_cell.items():
+        cells[cell] = [float(np.mean(values)) for values in values_by_pair.values()]
     return cells
 
 
@@ -192,7 +201,7 @@ def list_settings(section: RunSection) -> DataFrame:
 def list_tables(section: RunSection) -> Iterator[PaperTable]:
     """The tables of a section, as TeX."""
     frames = measure_tables(section)
-    legend = LEGENDS["tex"].format(baseline=escape(section.baseline), level=SIGNIFICANCE_LEVEL)
+    legend = LEGENDS["tex"].format(baseline=escape_group_name(section.baseline), level=SIGNIFICANCE_LEVEL)
     conditions = escape(describe_conditions(section.conditions))
     caption = f"{conditions}. In nats if no unit is named. {legend}"
     yield PaperTable("main", caption, format_groups(section, frames["main"], "measure"))
@@ -222,7 +231,7 @@ def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
     marks, and the number of runs where not all of the group's have the value."""
     groups = {group.name: group for group in section.groups}
     orders = name_orders(section.runs)
-    table = DataFrame({"method": map(escape, groups)}, index=list(groups))
+    table = DataFrame({"method": map(escape_in_column, groups)}, index=list(groups))
     for name, column_frame in frame.groupby(by, sort=False):
         key = column_frame["measure"].iloc[0]
         measure = MEASURES_BY_KEY.get(key) or make_task_measure(key)
@@ -293,8 +302,8 @@ def format_matrix(frame: DataFrame, *, group: str, order: str, kind: str) -> Pap
     if min_runs < max_runs:
         run_count = f"{min_runs} to {run_count}"
     caption = (
-        f"{escape(group)}, order {escape(order)}: {escape(description)} on each test set (column) after "
-        f"each stage (row); means over {run_count}."
+        f"{escape_group_name(group)}, order {escape_group_name(order)}: {escape(description)} on each test "
+        f"set (column) after each stage (row); means over {run_count}."
     )
     return PaperTable(f"matrix-{kind}-{group}-{order}", caption, cells)
 
@@ -306,13 +315,35 @@ def format_settings(settings: DataFrame) -> DataFrame:
         if fits(row.value, Number) and not isinstance(row.value, bool):
             name = row.setting.removeprefix("method.")
             options[row.group].append(f"{escape(name)}~=~{escape(f'{row.value:g}')}")
-    cells = [(escape(group), ", ".join(texts)) for group, texts in options.items()]
+    cells = [(escape_in_column(group), ", ".join(texts)) for group, texts in options.items()]
     return DataFrame(cells, columns=["method", "options"])
 
 
 def escape(text: object) -> str:
     """Text as TeX shows it."""
     return strip_controls(str(text)).translate(TRANSLATION)
+
+
+def escape_group_name(name: str) -> str:
+    """The name of a group or an order as TeX shows it. A long one, like that of a group with sources of
+    replay and their paths, may be broken after its separators."""
+    escaped = escape(name)
+    return escaped if len(name) < LONG_NAME else SEPARATORS.sub(lambda match: match[0] + BREAK, escaped)
+
+
+def escape_in_column(name: str) -> str:
+    """The name of a group as a cell of the first column, which has lines if a name is long."""
+    return escape(name) if len(name) < LONG_NAME else rf"{{\raggedright {escape_group_name(name)}\par}}"
+
+
+def choose_column_format(table: PaperTable) -> str:
+    """The columns of a table as TeX has them: text on one line, text in lines of a width, numbers."""
+    names = table.cells.iloc[:, 0]
+    has_long_names = names.str.startswith(r"{\raggedright").any()
+    name_column = r"p{0.35\linewidth}" if has_long_names else "l"
+    if table.name == "settings":
+        return name_column + (r"p{0.55\linewidth}" if has_long_names else r"p{0.7\linewidth}")
+    return name_column + "r" * (len(table.cells.columns) - 1)
 
 
 def escape_number(text: str) -> str:
@@ -334,13 +365,12 @@ def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:
                 stem = f"{stem[:MAX_STEM]}-{digest(table.name)[:8]}"
             stems.add(stem.lower())
 
-            number_columns = "r" * (len(table.cells.columns) - 1)
             text = table.cells.to_latex(
                 index=False,
                 escape=False,
                 caption=table.caption,
                 label=f"tab:{stem}",
-                column_format=r"lp{0.7\linewidth}" if table.name == "settings" else f"l{number_columns}",
+                column_format=choose_column_format(table),
                 position="t",
             )
             text = text.replace("\\begin{table}[t]\n", "\\begin{table}[t]\n\\centering\n", 1)

@@ -32,6 +32,7 @@ from cpt.evaluation.options import ChatOptions
 from cpt.methods.base import ContinualMethod
 from cpt.models import loading
 from cpt.models.block_attention import MASKABLE, check_isolation
+from cpt.models.fsdp import list_sharded_blocks
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
 from cpt.models.parameter_groups import check_patterns, find_multipliers
@@ -117,6 +118,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     run_stand_in(plan, model, stand_in, objective, source=model_key)
 
     find_frozen(model, plan.freeze)  # raises for names that match nothing
+    if plan.trainer.strategy == "fsdp":
+        list_sharded_blocks(model)  # raises for a model without blocks
     # New tokens get rows in the embedding and in the head; some heads cannot have them.
     adds_sentinels = objective == "span" and tokenizer is not None and not sentinels
     if options.tokenizer is not None:
@@ -570,25 +573,33 @@ def try_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> Cont
     context = build_context(plan, model, objective, precision=plan.trainer.precision)
     with on_meta_device():
         try:
-            method = plan.method.make(context)
-            method.stages(plan.order)
-        except UnknownLayersError as error:
-            circumstances = f"for a {model.config.model_type}"
-            if plan.names["mask"] != "none":
-                circumstances = f"with mask={plan.names['mask']} {circumstances}"
-            raise InvalidOptionError(
-                "method",
-                plan.names["method"],
-                context=circumstances,
-                reason=str(error),
-                allowed="what docs/support.md lists for this model",
-            ) from error
+            with naming_method(plan, model.config):
+                method = plan.method.make(context)
+                method.stages(plan.order)
         except ValueError:
             raise
         except Exception as error:  # the method may still work on a real device
             log.debug("Skipping the skeleton of method %s: %s", plan.names["method"], error)
             return None
     return method
+
+
+@contextmanager
+def naming_method(plan: Plan, config: PretrainedConfig) -> Iterator[None]:
+    """Turns the error of a model whose layers a method does not know into one that names the method."""
+    try:
+        yield
+    except UnknownLayersError as error:
+        circumstances = f"for a {config.model_type}"
+        if plan.names["mask"] != "none":
+            circumstances = f"with mask={plan.names['mask']} {circumstances}"
+        raise InvalidOptionError(
+            "method",
+            plan.names["method"],
+            context=circumstances,
+            reason=str(error),
+            allowed="what docs/support.md lists for this model",
+        ) from error
 
 
 def check_masks(plan: Plan, method: ContinualMethod) -> None:

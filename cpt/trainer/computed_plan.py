@@ -50,7 +50,7 @@ from cpt.trainer.dry_run import list_excluded_options
 from cpt.trainer.micro_batch import AUTO, COMPUTED_SHARE, TRIED_SHARE, find_share
 from cpt.trainer.options import count_devices
 from cpt.trainer.plan import Plan
-from cpt.trainer.simulated_plan import SimulatedPlan
+from cpt.trainer.simulated_plan import MEASURED_PLAN, SimulatedPlan
 from cpt.trainer.simulation import (
     ACTIVATIONS,
     ADAMW_8BIT,
@@ -90,7 +90,7 @@ def check_computable(plan: Plan) -> None:
             plan.loss.target,
             context="for a plan that is computed",
             reason="which tokens its second model chooses depends on the values of weights",
-            allowed="loss=eaft or none, or plan=true on a machine with the weights",
+            allowed=f"{MEASURED_PLAN}; or loss=eaft, none",
         )
     if plan.method.load().needs_examples:
         raise InvalidOptionError(
@@ -98,7 +98,7 @@ def check_computable(plan: Plan) -> None:
             plan.names["method"],
             context="for a plan that is computed",
             reason="how many tokens it writes depends on the values of weights",
-            allowed="plan=true on a machine with the weights",
+            allowed=f"{MEASURED_PLAN}; or another method",
         )
 
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF
-from cpt.core.errors import describe_unknown_name
+from cpt.core.errors import describe_missing_key, describe_unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import NonNegative, Text, check_value, fits
 from cpt.core.sections import Choice, Section, is_used, read_section
@@ -150,7 +150,7 @@ def check_keys(cfg: DictConfig, text: str) -> None:
             raise ValueError(describe_unknown_name(key, allowed_keys, listing=", ".join(allowed_keys)))
     for key in allowed_keys:
         if key not in cfg and not OmegaConf.is_missing(cfg, key):
-            raise ValueError(f"{key} is missing. Allowed: {key}=CHOICE, one of conf/{key}")
+            raise ValueError(describe_missing_key(key))
 
 
 def choose(section: Section, kind: type, *, default: Any = None) -> Any:

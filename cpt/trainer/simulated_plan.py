@@ -8,6 +8,7 @@ from typing import TypeVar
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.trainer.base_dtype import check_base_dtype
+from cpt.trainer.check_model import naming_method
 from cpt.trainer.computed_model import (
     find_quantization,
     make_computed_machine,
@@ -20,6 +21,7 @@ from cpt.trainer.simulation import METHOD_STATE, WEIGHTS, GatheredBytes, Pass, S
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+MEASURED_PLAN = "plan=true without plan_device, with the weights and texts"  # what is allowed instead
 
 
 class SimulatedPlan:
@@ -62,9 +64,11 @@ class SimulatedPlan:
         return simulation
 
     def simulate(self, run: Callable[[], Result]) -> Result:
-        """What a part of the simulation returns. Raises ValueError where it depends on values."""
+        """What a part of the simulation returns. Raises ValueError for layers that the method does not know,
+        and where it depends on values."""
         try:
-            return run()
+            with naming_method(self.plan, self.config):
+                return run()
         except ValueError:
             raise
         except Exception as error:  # of a class that branches on values, which are not there
@@ -74,7 +78,7 @@ class SimulatedPlan:
                 self.plan.names["method"],
                 context=f"for a computed plan of a {self.config.model_type}",
                 reason=f"what it computes depends on weights or text ({find_reason(error)})",
-                allowed="plan=true without plan_device, with the weights and texts; or another method",
+                allowed=f"{MEASURED_PLAN}; or another method",
             ) from error
 
     def try_to_record(self, record: Callable[..., Pass], *, is_chunked: bool) -> Pass | None:

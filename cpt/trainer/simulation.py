@@ -30,11 +30,11 @@ from cpt.models.activation_checkpointing import checkpoint_activations, stop_che
 from cpt.models.chunked_head import count_head_entries
 from cpt.models.fast_kernels import pad_head, use_quick_dropout
 from cpt.models.forward import set_mode, set_temporarily
+from cpt.models.fsdp import list_sharded_blocks
 from cpt.models.narrow_layers import make_narrow
 from cpt.models.objectives import Objective
 from cpt.models.quantization import count_stored
 from cpt.models.simulated_quantization import simulate_quantization
-from cpt.models.units import find_blocks
 from cpt.models.without_storage import without_storage
 from cpt.optim.schedulers import Progress
 from cpt.optim.state import CarriedState
@@ -565,7 +565,7 @@ class Simulation:
                 sharded_parameters.add(parameter)
         parameters_outside = set(sharded_parameters)  # of all blocks
         largest_block = set[Tensor]()
-        for _, block in find_blocks(self.method.model):
+        for block in list_sharded_blocks(self.method.model):
             block_parameters = sharded_parameters.intersection(block.parameters())
             parameters_outside -= block_parameters
             largest_block = max(largest_block, block_parameters, key=sum_bytes)

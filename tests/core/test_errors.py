@@ -6,11 +6,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
-from cpt.core.errors import describe_unknown_choice, explain_error, list_choices_with
+from cpt.core.errors import (
+    describe_missing_key,
+    describe_unknown_choice,
+    explain_error,
+    list_choices_with,
+)
 from cpt.core.schema import describe_unknown_name
 
 HINT = ". Allowed: key=value, with the value in quotes: "
@@ -116,6 +123,27 @@ def test_what_is_probably_meant_comes_before_what_is_allowed(overrides, beginnin
             compose("config", overrides=overrides.split())
         message = explain_error(error.value)
     assert message.startswith(beginning) and message.count("Did you mean") <= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [("method", "method=CHOICE, one of conf/method"), ("seed", "seed=VALUE"), ("name", "name=VALUE")],
+)
+def test_what_is_removed_is_named_and_not_the_folder_that_has_it_in_its_path(key, allowed):
+    interpolation = "${hydra.runtime.choices.method}" if key == "method" else f"${{{key}}}"
+    hydra_options = {"run": {"dir": interpolation}, "runtime": {"choices": {}}}
+    cfg = OmegaConf.create({"hydra": hydra_options})
+    with pytest.raises(InterpolationResolutionError) as error:
+        str(cfg.hydra.run.dir)
+    assert explain_error(error.value) == f"{key} is missing. Allowed: {allowed}"
+    assert describe_missing_key("variant") == "variant is missing. Allowed: variant=VALUE"
+
+
+def test_a_key_that_no_config_has_is_named_with_the_option_that_takes_it():
+    cfg = OmegaConf.create({"hydra": {"run": {"dir": "${sede}"}}})
+    with pytest.raises(InterpolationResolutionError) as error:
+        str(cfg.hydra.run.dir)
+    assert explain_error(error.value).startswith("hydra.run.dir is invalid: Interpolation key 'sede'")
 
 
 def test_a_model_that_is_no_choice_may_be_a_name_on_the_hub():

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from cpt import gate
+from cpt.evaluation.chat_files import LOSSES, StoredLosses, find_chat_file, save_losses
 from cpt.gate import judge_run
+from cpt.trainer.run_dir import RunDir
 
 COUNTS = np.array([10.0, 30.0, 0.0, 20.0])  # the third document scores nothing
 CHANGES = [  # the means after food of law, food and general text; what does not pass
@@ -72,6 +74,34 @@ def test_what_the_documents_do_not_agree_on_is_not_shown():
         loss_sums["food"][0] += [300.0, -100.0, 0.0, 9.0]
     food = compare_rows(before, after, gain=0.9)[0]["food"]
     assert (food.low, food.high) == pytest.approx((-1.0, -1.0)) and food.verdict == "improved"
+
+
+@pytest.mark.parametrize(
+    ("losses_by_row", "verdicts"),
+    [
+        ([[20.0, 30.0, 30.0], [20.0, 30.0, math.nan]], ["forgotten"]),
+        ([[20.0, 30.0, 30.0], [20.0, 30.0, math.inf]], ["forgotten"]),
+        ([[20.0, 30.0, math.nan], [20.0, 30.0, 30.0]], ["inconclusive"]),
+        ([[20.0, 30.0, 30.0], None], []),
+    ],
+)
+def test_chats_whose_loss_is_not_finite_are_no_chats_that_were_not_measured(
+    losses_by_row, verdicts, tmp_path
+):
+    means = []
+    for row, nats in enumerate(losses_by_row):
+        is_finite = nats is not None and np.isfinite(nats).all()
+        means.append(float(np.mean(nats)) if is_finite else None)
+        if nats is not None:
+            losses = StoredLosses(
+                digest="1", seconds=0.0, chats=["a", "b", "c"], losses=np.array([nats, [10.0] * 3])
+            )
+            path = find_chat_file(tmp_path, ["base", "law"], row, LOSSES)
+            path.parent.mkdir(parents=True)
+            save_losses(path, losses)
+    scores = SimpleNamespace(rows=["base", "law"], chats={"nll": means})
+    changes = gate.judge_chats(RunDir(tmp_path), scores, start_row=0, limit=0.02)
+    assert [change.verdict for change in changes] == verdicts
 
 
 def test_since_the_base_all_learned_domains_count_as_new():

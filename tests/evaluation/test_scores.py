@@ -94,6 +94,30 @@ def test_an_interval_over_few_documents_covers_the_mean():
     assert min(hits.values()) / 150 > 0.88, hits
 
 
+def test_the_freedom_of_an_interval_is_that_of_the_columns_whose_terms_were_measured():
+    three_domains = layout(rows=["base", "c", "a", "b"], domains=["a", "b", "c", "general"])
+    are_measured = np.ones((4, 4), bool)
+    columns = metrics.find_averaged_columns(are_measured, layout=three_domains)
+    assert (columns["FWT_gem"], columns["FWT_zs"]) == ([0, 1], [0, 1])  # not of the first domain, c
+    assert (columns["FG"], columns["FG_max"]) == ([2, 0], [2, 0])  # not of the last domain, b
+    assert (columns["LC"], columns["CPT"]) == ([2, 0, 1], [2, 0, 1])
+    assert columns["general_drift"] == [3]
+
+    after_first_stage = layout(rows=["base", "c"], domains=["a", "b", "c", "general"])
+    columns = metrics.find_averaged_columns(are_measured[:2], layout=after_first_stage)
+    assert (columns["CPT"], columns["learned"], columns["FWT_gem"]) == ([2], [2], [0])
+
+    are_measured[1, 0] = False  # a before its stage
+    columns = metrics.find_averaged_columns(are_measured, layout=three_domains)
+    assert (columns["FWT_gem"], columns["FWT_zs"]) == ([1], [1])
+    are_measured[2, 1] = False
+    assert metrics.find_averaged_columns(are_measured, layout=three_domains)["FWT_gem"] == []
+
+    sums = [np.where(are_measured[:, [column]], 9.0, np.nan).repeat(3, axis=1) for column in range(4)]
+    bounds = bounds_of(sums, [np.full(3, 9)] * 4, layout=three_domains)
+    assert np.isnan(bounds["FWT_gem"]["nats"]).all() and np.isfinite(bounds["FG"]["nats"]).all()
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])
 def test_each_metric_by_hand_whatever_the_order_of_columns(order):
     columns = [TEXTS[column] for column in order]

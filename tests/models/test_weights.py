@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.models.options import Freeze
 from cpt.models.weights import find_frozen, measure_movement
 from cpt.trainer.checkpoint import load_stage
@@ -36,6 +37,18 @@ def test_what_is_frozen_is_embeddings_or_all_but_what_names_or_expressions_mean(
     expected = {f"SelfAttention.{layer}.weight" for layer in "qkvo"}
     expected |= {f"EncDecAttention.{layer}.weight" for layer in "qkvo"}
     assert {".".join(name.split(".")[-3:]) for name in trained} == expected
+
+
+@pytest.mark.parametrize(
+    ("freeze", "refusal"),
+    [
+        (Freeze(embeddings=False, layers=2), "freeze.layers=2 is invalid: no transformer blocks"),
+        (Freeze(embeddings=True, layers=0), "freeze.embeddings=true is invalid: no transformer blocks"),
+    ],
+)
+def test_freezing_of_blocks_that_a_model_lacks_names_the_option(freeze, refusal):
+    with pytest.raises(InvalidOptionError, match=refusal):
+        find_frozen(torch.nn.Sequential(torch.nn.Embedding(3, 2)), freeze)
 
 
 @pytest.mark.parametrize("method", ["das", "derpp"])

@@ -14,8 +14,8 @@ from cpt.report import main
 from cpt.reporting import comparison_figures
 from cpt.reporting.drawing import Picture
 from cpt.reporting.measures import MEASURES
-from cpt.reporting.published import PUBLISHED, read_published
-from cpt.reporting.tex import write_tables
+from cpt.reporting.published import PUBLISHED, PublishedRow, compare_group, read_published
+from cpt.reporting.tex import measure_matrices, write_tables
 from tests.support.example_runs import (
     DOMAINS,
     make_endtasks,
@@ -130,6 +130,20 @@ def test_a_negative_number_has_a_minus_in_tables(tmp_path):
     assert f" & {cell} & " in (tmp_path / "main.tex").read_text()
 
 
+def test_long_names_of_groups_are_broken_into_lines(tmp_path):
+    name = "er (replay.sources={'web_pages': {'path': /data/corpora/web_pages/parts, 'ratio': 0.05}})"
+    runs = [make_run(method=method) for method in ("ncl", name)]
+    write_tables([make_section(runs)], tmp_path)
+    main_table = (tmp_path / "main.tex").read_text()
+    assert r"\begin{tabular}{p{0.35\linewidth}r" in main_table and "\nncl & " in main_table
+    (row,) = [line for line in main_table.splitlines() if "raggedright" in line]
+    unbroken_parts = re.split(r"\\allowbreak\{\}| ", row.partition(" & ")[0])
+    assert max(map(len, unbroken_parts)) < 20
+
+    write_tables([make_section(runs[:1])], tmp_path)
+    assert r"\begin{tabular}{lr" in (tmp_path / "main.tex").read_text()
+
+
 @pytest.mark.parametrize("name", NASTY)
 def test_names_in_tables_are_nothing_but_names(name, tmp_path):
     endtasks = make_endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
@@ -197,6 +211,19 @@ def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figu
     output = capsys.readouterr().out
     assert parse_table(output, "Published numbers")["one"][:2] == ["mine", "S, page 4"]
     assert "Without a group here: 1 of 2 published rows." in output
+
+
+def test_copies_of_a_run_count_as_one(tmp_path):
+    runs = []
+    for seed, score in ((0, 0.75), (1, 0.76), (2, 0.77), (2, 0.77), (2, 0.77)):
+        endtasks = make_endtasks([[score] * 3] * 4)
+        runs.append(make_run(method="ncl", seed=seed, endtasks=endtasks))
+    row = PublishedRow("x", ["ncl"], {"endtask/MF1": 80.0}, source="S", table=None, page=None)
+    section = make_section(runs)
+    (cells,) = compare_group(section.groups[0], row)
+    assert cells[-3:] == ["76.00 ± 1.00", "80.00", "-4.00 [-6.48, -1.52]"]
+    assert section.groups[0].mean("endtask/MF1") == pytest.approx(0.76)
+    assert set(measure_matrices(section)["n"]) == {3}
 
 
 def test_another_name_or_form_is_refused_in_one_line(tmp_path, capsys):

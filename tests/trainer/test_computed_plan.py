@@ -21,7 +21,7 @@ from cpt.trainer.computed_memory import (
 from cpt.trainer.computed_time import Rates
 from cpt.trainer.device_kinds import GPUS
 from cpt.trainer.plan import make_plan
-from cpt.trainer.simulated_plan import SimulatedPlan
+from cpt.trainer.simulated_plan import MEASURED_PLAN, SimulatedPlan
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
 from tests.support.method_fixtures import NEED_EXAMPLES
@@ -172,13 +172,17 @@ METHODS_OF_EACH_KIND = ["ncl", "elle", "das", "agem", "none", "progprompt", "blo
 @pytest.mark.parametrize("method", run_few(METHODS, METHODS_OF_EACH_KIND))
 def test_every_method_is_computed_or_refused_by_name(computed, method):
     if method in NEED_EXAMPLES:
-        with pytest.raises(ValueError, match=f"^method={method} is invalid for a plan that is computed: "):
+        message = (
+            f"^method={method} is invalid for a plan that is computed: .* Allowed: {MEASURED_PLAN}; or an"
+        )
+        with pytest.raises(ValueError, match=message):
             computed(f"method={method}")
         return
     if method in NEED_VALUES:
-        with pytest.raises(
-            ValueError, match=rf"^method={method} is invalid for a computed plan of a llama: "
-        ):
+        message = (
+            f"^method={method} is invalid for a computed plan of a llama: .* Allowed: {MEASURED_PLAN}; or"
+        )
+        with pytest.raises(ValueError, match=message):
             computed(f"method={method}")
         return
     cost = computed(f"method={method}")
@@ -411,6 +415,22 @@ def test_wrong_options_are_refused_with_one_line(computed, overrides, caplog):
     with pytest.raises(ValueError, match=WRONG[overrides]) as refusal:
         computed(*overrides.split())
     assert "\n" not in str(refusal.value)
+
+
+NEED_BLOCKS = {
+    "freeze.layers=1": "freeze.layers=1",
+    "freeze.embeddings=true": "freeze.embeddings=true",
+    "strategy=fsdp": "strategy=fsdp",
+    "method=hat": "method=hat is invalid for a mamba",
+}
+
+
+@pytest.mark.parametrize("overrides", NEED_BLOCKS)
+def test_an_option_that_needs_blocks_is_named_where_a_model_has_none(computed, tmp_path, overrides):
+    sizes = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 4}
+    folder = write_config(tmp_path / "mamba", **sizes)
+    with pytest.raises(ValueError, match=f"^{NEED_BLOCKS[overrides]}.*: no transformer blocks .* Allowed: "):
+        computed(f"model.name_or_path={folder}", "method=ewc", *overrides.split())
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "vocab_size"])
