@@ -432,6 +432,36 @@ def test_keys_of_rows_that_are_not_read_are_counted():
         read(row["messages"], chat_template_kwargs="x=1")
 
 
+def test_tools_of_the_older_form_are_functions_and_those_beside_tools_are_counted():
+    question = [user("hello"), assistant("one")]
+    tool = {"name": "w", "parameters": {}}
+    for functions in ([tool], json.dumps([tool])):
+        assert read(question, functions=functions).tools == ({"type": "function", "function": tool},)
+    for functions in (tool, json.dumps(tool), "w", ["w"], '["w"]', 5):
+        with pytest.raises(BadExampleError, match="line 1: 'functions' is not a list of JSON schemas: "):
+            read(question, functions=functions)
+    for functions in (None, "", "null", [], {}):
+        assert read(question, functions=functions).tools == ()
+
+    ignored = IgnoredKeys()
+    answer = assistant("", tool_calls=[{"name": "w"}], function_call={"name": "x"})
+    row = {"messages": [user("hello"), answer], "tools": TOOLS, "functions": [tool]}
+    raw = read_chat(row, "chats.jsonl, line 1", ignored)
+    assert raw.tools == tuple(TOOLS) and ignored.of_rows == {"functions": 1}
+    assert len(raw.turns[1].details["tool_calls"]) == 1 and ignored.of_messages == {"function_call": 1}
+
+
+def test_of_a_table_that_was_joined_of_several_forms_the_one_with_a_value_is_read():
+    sharegpt = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "one"}]
+    halves = {"prompt": [user("hello")], "completion": [assistant("one")]}
+    nulls = dict.fromkeys(("messages", "conversations", "system", "prompt", "completion"))
+    for row in ({"messages": [user("hello"), assistant("one")]}, {"conversations": sharegpt}, halves):
+        turns = read_chat({**nulls, **row}, "chats.jsonl, line 1", IgnoredKeys()).turns
+        assert [turn.content for turn in turns] == ["hello", "one"]
+    with pytest.raises(BadExampleError, match="line 1 has no turn of the assistant: no 'messages'"):
+        read_chat(nulls, "chats.jsonl, line 1", IgnoredKeys())
+
+
 def test_bad_examples_stop_or_are_skipped_and_counted():
     tokenizer = chat_tokenizer("gpt2", chat_templates.GEMMA)
     systems = [{"role": "system", "content": "be"}, *exchanges(["one"])]

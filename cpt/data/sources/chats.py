@@ -11,7 +11,7 @@ from typing import Any
 from cpt.core.messages import abbreviate
 from cpt.data.sources.examples import ASSISTANT, USER, BadExampleError, RawExample, Turn
 
-CHATS_FORMAT = 5  # part of stamps: raise it when other turns are read of the same files
+CHATS_FORMAT = 6  # part of stamps: raise it when other turns are read of the same files
 SYSTEM, TOOL = "system", "tool"
 # Who speaks, by the names that data sets give, in any case. Other roles are left to the chat template.
 ROLES = {
@@ -55,7 +55,8 @@ RENDERING_KEYS = {  # of `apply_chat_template`, which cpt sets itself
     "return_dict",
     "return_assistant_tokens_mask",
 }
-ROW_KEYS = {"id", "tools", "functions", TEMPLATE_OPTIONS}  # read of rows of each form
+OLDER_TOOLS = "functions"  # OpenAI's older form of `tools`
+ROW_KEYS = {"id", "tools", TEMPLATE_OPTIONS}  # read of rows of each form
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 MESSAGES_FORM = "{messages: [{role, content}, …]}"
 
@@ -97,6 +98,8 @@ def read_chat(row: Any, where: str, ignored_keys: IgnoredKeys) -> RawExample:
     template_options = read_template_options(row, where, ignored_keys.of_rows)
 
     read_keys = ROW_KEYS | turn_keys(row)
+    if not has_value(row, "tools"):
+        read_keys = read_keys | {OLDER_TOOLS}
     ignored_keys.of_rows.update(
         str(key) for key, value in row.items() if key not in read_keys and value not in EMPTY
     )
@@ -125,12 +128,21 @@ def make_unanswered_error(turns: Sequence[Turn], where: str, *, is_prompt_apart:
 
 
 def turn_keys(row: Mapping[str, Any]) -> set[str]:
-    """The keys of a row that have its turns."""
-    if "messages" in row:
-        return {"messages"}
-    if "conversations" in row:
-        return {"conversations", "system"}
-    return {"prompt", "completion"} if "prompt" in row and "completion" in row else {"messages"}
+    """The keys of a row that have its turns: of the first form that has a value. A table that was joined of
+    several has null in the columns of the other forms."""
+    forms = [{"messages"}, {"conversations", "system"}, {"prompt", "completion"}]
+    for form in forms:
+        if all(row.get(key) is not None for key in form - {"system"}):
+            return form
+    for form in forms:
+        if form - {"system"} <= row.keys():
+            return form
+    return {"messages"}
+
+
+def has_value(row: Mapping[str, Any], key: str) -> bool:
+    """Whether a key of a row has a value, or the JSON of one, that is not empty."""
+    return bool(parse_if_json(row.get(key)))
 
 
 def read_turns(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Iterator[Turn]:
@@ -197,6 +209,8 @@ def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]
 
     details: dict[str, Any] = {}
     calls = read_tool_calls(message, where)
+    if has_value(message, "tool_calls") and has_value(message, FUNCTION_CALL):
+        ignored_keys[FUNCTION_CALL] += 1
     if calls:
         details["tool_calls"] = calls
     for key in (*REASONING_KEYS, *LABEL_KEYS):
@@ -309,17 +323,16 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
 def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """The tools that a row offers to the assistant: `tools`, or OpenAI's older `functions`. Raises
     BadExampleError for tools of another form."""
-    tools = parse_if_json(row.get("tools")) or []
-    if not tools and row.get("functions"):
-        functions = parse_if_json(row["functions"])
-        if isinstance(functions, list):
-            tools = [{"type": "function", "function": function} for function in functions]
+    key = OLDER_TOOLS if has_value(row, OLDER_TOOLS) and not has_value(row, "tools") else "tools"
+    allowed = "[{name, parameters}, …]" if key == OLDER_TOOLS else "[{type: function, function: {…}}, …]"
+    tools = parse_if_json(row.get(key)) or []
     if not is_list_of_objects(tools):
         raise BadExampleError(
-            f"{where}: 'tools' is not a list of JSON schemas: {tools!r:.60}. "
-            "Allowed: [{type: function, function: {…}}, …]",
-            "tools of another form",
+            f"{where}: {key!r} is not a list of JSON schemas: {tools!r:.60}. Allowed: {allowed}",
+            f"{key} of another form",
         )
+    if key == OLDER_TOOLS:
+        return tuple({"type": "function", "function": function} for function in tools)
     return tuple(tools)
 
 
