@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import xxhash
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun
 from cpt.core.schema import describe_unknown_name
+from cpt.data.sources.base import GENERAL
 from cpt.data.sources.m2d2 import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
@@ -33,10 +34,11 @@ def resolve_order(
     names: Sequence[str],
     orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]] | None,
     seed: int,
+    find_exclusion: Callable[[str], str] = lambda name: "",
 ) -> list[str]:
     """The domains to train on: a named order by its number, a word about the first one, one domain, or a
-    list. Orders by similarity are the first one until `arrange_domains`. Raises ValueError for an unknown
-    order or domain."""
+    list. Orders by similarity are the first one until `arrange_domains`. `find_exclusion` gives the option
+    that leaves a domain out of `names`, empty for none. Raises ValueError for an unknown order or domain."""
     named_orders = number_orders(orders or [sorted(names)])
     domains: list[str] | None = None
     if isinstance(order, int):
@@ -46,6 +48,8 @@ def resolve_order(
         domains = resolve_word(order, names=names, first_order=first_order, seed=seed)
     elif isinstance(order, Sequence):
         domains = read_list(order)
+
+    check_exclusions([str(order)] if domains is None else domains, names, find_exclusion, typed_order=order)
     if domains is None:
         listed = ", ".join(f"{number} ({' '.join(domains)})" for number, domains in named_orders.items())
         raise InvalidOptionError(
@@ -110,11 +114,28 @@ def read_list(order: Sequence[Any]) -> list[str]:
     return [str(name) for name in order]
 
 
+def check_exclusions(
+    domains: Sequence[str], names: Sequence[str], find_exclusion: Callable[[str], str], *, typed_order: Any
+) -> None:
+    """Raises InvalidOptionError for a domain that is not unknown, but left out by an option."""
+    for name in domains:
+        is_missing = name not in names and name != GENERAL  # for which there is another message
+        exclusion = find_exclusion(name) if is_missing else ""
+        if exclusion:
+            raise InvalidOptionError(
+                "order",
+                typed_order if isinstance(typed_order, int | str) else domains,
+                context=f"with {exclusion}",
+                reason=f"it leaves out {name}",
+                allowed=", ".join(sorted(names)),
+            )
+
+
 def check_domains(domains: Sequence[str], names: Sequence[str], *, typed_order: Any) -> None:
     """Raises ValueError for an order with an unknown domain, with one twice, or with a name that the scores
     use for something else. `typed_order` is the order as the command gives it, by a number or a list."""
     unknown = [name for name in domains if name not in names]
-    if "general" in unknown:
+    if GENERAL in unknown:
         raise InvalidOptionError(
             "order",
             typed_order,

@@ -174,7 +174,11 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     source = sections.source
     trainer = sections.trainer
     order = orders.resolve_order(
-        sections.run.order, names=source.domains, orders=source.named_orders, seed=sections.run.seed
+        sections.run.order,
+        names=source.domains,
+        orders=source.named_orders,
+        seed=sections.run.seed,
+        find_exclusion=source.find_exclusion,
     )
     resolved = redact(settings)
     plan = Plan(

@@ -16,8 +16,8 @@ NAMED = [(0, ORDERS[0]), (1, ORDERS[1]), ("reverse", ORDERS[0][::-1]), ("phone",
 NAMED += [(OmegaConf.create(["ai", "acl"]), ["ai", "acl"])]
 
 
-def resolve(order, *, names=NAMES, orders=ORDERS, seed=0):
-    return resolve_order(order, names=names, orders=orders, seed=seed)
+def resolve(order, *, names=NAMES, orders=ORDERS, seed=0, find_exclusion=lambda name: ""):
+    return resolve_order(order, names=names, orders=orders, seed=seed, find_exclusion=find_exclusion)
 
 
 def test_an_order_is_named_or_a_list_or_a_draw_of_order_0_by_the_seed():
@@ -51,6 +51,16 @@ def test_what_is_not_an_order_and_names_that_the_scores_need_are_refused():
         ValueError, match=r"^order=\[ai,general\] is invalid: general is the general text, not a"
     ):
         resolve(["ai", "general"])
+    exclusion = {"law": "domains.ignore=[law]", "general": "domains.ignore=[general]"}
+    for order in ("law", ["ai", "law"], OmegaConf.create(["ai", "law"])):
+        shown = order if isinstance(order, str) else r"\[ai,law\]"
+        reason = rf"^order={shown} is invalid with domains.ignore=\[law\]: it leaves out law. Allowed: acl, ai, "
+        with pytest.raises(ValueError, match=reason):
+            resolve(order, find_exclusion=lambda name: exclusion.get(name, ""))
+        with pytest.raises(ValueError, match="^order=.* is invalid: unknown "):
+            resolve(order, find_exclusion=lambda name: "")
+    with pytest.raises(ValueError, match="general is the general text"):
+        resolve(["general"], find_exclusion=lambda name: exclusion.get(name, ""))
     with pytest.raises(ValueError, match="^order=0 is invalid: unknown domain law. Allowed: "):
         resolve(0, orders=[["ai", "law"]])
     for name in ("base", "joint", "general"):

@@ -247,6 +247,15 @@ class Source(Options, ABC):
     def domains(self) -> list[str]:
         return list(self.groups)
 
+    def find_exclusion(self, name: str) -> str:
+        """The option, like `domains.only=law`, that leaves out a domain that the text has; empty for a domain
+        that is among `domains`, and for an unknown name."""
+        if name in self.groups:
+            return ""
+        if name in self.group_names():
+            return f"domains.only={format_value(self.only)}"
+        return f"domains.by={self.by}" if name in self.names else ""
+
     @property
     def named_orders(self) -> Any:
         """The orders by name, of the domains that `only` leaves; as they are where it leaves none of one."""

@@ -103,6 +103,9 @@ class Hub(Source):
     def entries_of(self, name: str) -> tuple[str, ...]:
         return (f"catalogue.{name}",)
 
+    def find_exclusion(self, name: str) -> str:
+        return f"domains.general={name}" if name == self.general else super().find_exclusion(name)
+
     def check(self, order: Sequence[str]) -> None:
         if self.general is None:
             log_general_docs("domains.general=null")

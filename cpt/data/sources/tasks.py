@@ -480,6 +480,10 @@ class Tasks(Source):
             return labels_path.parents[1].name
         return self.prompt.tasks.get(name.lower(), name)
 
+    def find_exclusion(self, name: str) -> str:
+        is_general = name == self.general and self.general_folder is not None
+        return f"domains.general={name}" if is_general else super().find_exclusion(name)
+
     def entries_of(self, name: str) -> tuple[str, ...]:
         return (f"template.tasks.{name.lower()}", f"template.instructions.{self.task_of(name)}")
 

@@ -124,6 +124,15 @@ class Texts(Source):
     def entries_of(self, name: str) -> tuple[str, ...]:
         return (f"columns.{name}",)
 
+    def find_exclusion(self, name: str) -> str:
+        folder = self.corpora / name
+        if name not in self.names and os.path.isdir(folder):
+            if name == self.general:
+                return f"domains.general={name}"
+            if self.ignored(folder):
+                return f"domains.ignore={format_value(self.ignore)}"
+        return super().find_exclusion(name)
+
     def ignored(self, path: Path) -> bool:
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
         inner = os.path.relpath(path, self.root)

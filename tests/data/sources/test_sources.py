@@ -122,6 +122,19 @@ FORMATS = {
 }
 
 
+def test_the_option_that_leaves_out_a_domain_is_known(tmp_path):
+    for name in ("law", "food", "cs_l1", "cs.AI", "web"):
+        write_packed(tmp_path / name / "a.txt", "text\n")
+    source = open_texts(tmp_path, ignore=("la*",), general="web", only="[cl]*", by="fine")
+    assert source.domains == ["cs.AI"]
+    assert source.find_exclusion("law") == "domains.ignore=[la*]"
+    assert source.find_exclusion("web") == "domains.general=web"
+    assert source.find_exclusion("cs_l1") == "domains.by=fine"
+    assert source.find_exclusion("food") == "domains.only=[cl]*"
+    for name in ("cs.AI", "cs.CL", "", "..", "x" * 5000, "\0"):  # used, and unknown
+        assert source.find_exclusion(name) == ""
+
+
 def test_every_kind_of_table_gives_its_documents_without_the_empty_ones_of_the_column_asked_for(tmp_path):
     for name, format_table in FORMATS.items():
         write_packed(tmp_path / name / name, format_table(DOCUMENTS, "body"))
