@@ -99,6 +99,21 @@ def read_mixed(folder, tokenizer, *, packing, length=64, **options):
 # How a source is read.
 
 
+def test_a_single_file_that_is_no_text_or_not_whole_is_refused_by_its_name(tmp_path):
+    (tmp_path / "a.log").write_text("One.")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 and no end")
+    reasons = {
+        "a.log": "not a file of text. Allowed: .txt",
+        "b.jsonl.gz": "damaged: it",
+        "c.parquet": "damaged: its",
+    }
+    for name, reason in reasons.items():
+        reader = MixedReader("x", make_source(path=str(tmp_path / name)))
+        with pytest.raises(ValueError, match=f"{name} is {reason}"):
+            reader.find_files()
+
+
 def test_files_after_the_last_document_are_not_opened(tmp_path):
     for number in range(2):
         texts = [f"Document {number} {line}." for line in range(20)]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from cpt.core.exceptions import MessageError
+from cpt.core.naming import quote
 
 PLAIN_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -24,8 +25,12 @@ SUFFIXES = (*PLAIN_SUFFIXES, *TABLE_SUFFIXES)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 # Formats whose files never have 0 bytes.
 SUFFIXES_WITH_HEADER = (*COMPRESSED_SUFFIXES, ".parquet", ".arrow")
-# What stands at both ends of a file. Arrow streams, which have the same suffix, begin otherwise.
-MARKS_OF_BOTH_ENDS = {".parquet": b"PAR1", ".arrow": b"ARROW1"}
+# By the beginning of a file, its end: of a parquet file, an Arrow file, and an Arrow stream, which a writer
+# that was stopped between two batches leaves without it. Older streams begin otherwise.
+ENDS_BY_BEGINNING = {
+    ".parquet": {b"PAR1": b"PAR1"},
+    ".arrow": {b"ARROW1": b"ARROW1", b"\xff\xff\xff\xff": b"\xff\xff\xff\xff\0\0\0\0"},
+}
 # The words of datasets.data_files.SPLIT_KEYWORDS, which takes seconds to import.
 SPLIT_WORDS = {
     "train": "train",
@@ -56,7 +61,7 @@ METADATA_FILES = (  # of datasets, as in its FILES_TO_IGNORE, and of Spark
 )
 SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"  # of a folder that save_to_disk has written
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-UNQUOTED_PATTERN = re.compile(r"[\w.*?/-]+")  # that Hydra reads as a text
+PLAIN_PATTERN = re.compile(r"[\w./-]*[*?][\w.*?/-]*", re.ASCII)  # that Hydra reads as a text
 MAX_SHOWN = 5  # names in a message
 
 
@@ -249,8 +254,8 @@ def format_ignore(patterns: Iterable[str]) -> str:
     """`domains.ignore` with patterns, to be typed into a shell."""
     texts = []
     for pattern in dict.fromkeys(patterns):
-        is_plain = UNQUOTED_PATTERN.fullmatch(pattern) is not None
-        texts.append(pattern if is_plain else json.dumps(pattern, ensure_ascii=False))
+        is_plain_pattern = PLAIN_PATTERN.fullmatch(pattern) is not None
+        texts.append(pattern if is_plain_pattern else quote(pattern))
     return shlex.quote(f"domains.ignore=[{','.join(texts)}]")
 
 
@@ -330,21 +335,34 @@ def refuse_unreadable(path: Path) -> None:
                 f"{path} is damaged: it has 0 bytes. Allowed: a complete {suffix} file",
                 patterns=[glob.escape(path.name)],
             )
-        mark = MARKS_OF_BOTH_ENDS.get(suffix)
-        if mark is not None and lacks_end(path, mark):
+        if lacks_end(path):
             raise UnusableFileError(
                 f"{path} is damaged: its end is missing. Allowed: a complete {suffix} file",
                 patterns=[glob.escape(path.name)],
             )
+    if find_compression(path) and find_suffix(path) in ENDS_BY_BEGINNING:
+        raise UnusableFileError(
+            f"{path} is a {find_suffix(path)} file that is compressed as a whole, which is not read. "
+            f"Allowed: the {find_suffix(path)} file in it",
+            patterns=[glob.escape(path.name)],
+        )
 
 
-def lacks_end(path: Path, mark: bytes) -> bool:
-    """Whether a file begins with a mark and does not end with it."""
+def lacks_end(path: Path) -> bool:
+    """Whether a file begins as one of a format that has an end, and does not end so."""
     with path.open("rb") as file:
-        if file.read(len(mark)) != mark:
-            return False
-        file.seek(-len(mark), os.SEEK_END)
-        return file.read() != mark
+        for beginning, end in ENDS_BY_BEGINNING.get(path.suffix.lower(), {}).items():
+            file.seek(0)
+            if file.read(len(beginning)) == beginning:
+                file.seek(-min(len(end), path.stat().st_size), os.SEEK_END)
+                return file.read() != end
+    return False
+
+
+def refuse_unknown_kind(path: Path) -> None:
+    """Raises UnknownKindError for a file that is named by itself and is none of text."""
+    if find_suffix(path) not in SUFFIXES:
+        raise UnknownKindError([path])
 
 
 def refuse_dangling(path: Path, *, remedy: str) -> None:

@@ -36,6 +36,8 @@ from cpt.data.sources.files import (
     find_suffix,
     find_text_files,
     naming_file,
+    refuse_unknown_kind,
+    refuse_unreadable,
     stamp_files,
 )
 from cpt.data.sources.hub import describe_library_error, open_set
@@ -267,6 +269,8 @@ class MixedReader:
         whose names say the split. Raises ValueError where there are none."""
         root = self.options.local_path
         if root.is_file():
+            refuse_unknown_kind(root)
+            refuse_unreadable(root)
             self.check_split_of_file(root)
             return [root]
         try:

@@ -6,6 +6,7 @@ a whole table from its first rows, and say neither the file nor the line of what
 import bz2
 import csv
 import difflib
+import glob
 import gzip
 import io
 import json
@@ -37,6 +38,7 @@ from cpt.data.sources.files import (
     find_suffix,
     find_text_files,
     format_file_names,
+    format_ignore,
     naming_file,
 )
 
@@ -69,6 +71,9 @@ DELIMITERS = (",", ";", "\t", "|")
 DECLARED_DELIMITER = re.compile(r"sep=([^\w\r\n ]) *[\r\n]*", re.IGNORECASE)  # a first line of Excel
 COLUMN_OPTION = "domains.column"  # that names the column of the text, for messages
 CHAT_COLUMNS = {"messages", "conversations"}  # of tables of chats, see cpt.data.sources.chats
+# Of values of a table for which Python has no object: of texts, of dates beyond its calendar, of the names of
+# time zones (KeyError).
+CONVERSION_ERRORS = (ValueError, OverflowError, KeyError)
 TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
 
 Row = tuple[str, Any]  # the file and line, for messages; the value
@@ -193,9 +198,9 @@ def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
         path for path in paths if find_suffix(path) in PLAIN_SUFFIXES and ABOUT_DATA.fullmatch(path.name)
     ]
     if about_data:
-        message = "Reading files of %s as text that look like no text of it: %s (domains.ignore=[%s])"
-        patterns = ",".join(dict.fromkeys(path.name for path in about_data))
-        log.warning(message, name, format_file_names(about_data), patterns)
+        message = "Reading files of %s as text that look like no text of it: %s (%s leaves them out)"
+        patterns = [glob.escape(path.name) for path in about_data]
+        log.warning(message, name, format_file_names(about_data), format_ignore(patterns))
 
 
 def choose_unit(paths: Sequence[Path]) -> str:
@@ -454,7 +459,7 @@ def explaining_zstd(path: Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"{path} cannot be read: its zstd window is over 128 MiB. "
-            f"Allowed: zstd -d --long=31 {path.name}, then compress it without --long"
+            f"Allowed: zstd -d --long=31 {shlex.quote(path.name)}, then compress it without --long"
         ) from error
 
 
@@ -584,7 +589,9 @@ def read_csv_rows(
     reader = csv.reader(chain([first_line], text), delimiter=delimiter, strict=True)
     rows = read_table_rows(path, reader)
     header = next(rows, [])
-    if len({*header}) < len(header):
+    # Columns without a name are those of delimiters at the ends of lines, and none of them is asked for.
+    names = [name for name in header if name]
+    if len({*names}) < len(names):
         raise ValueError(f"{path} has a column twice: {', '.join(header)}. Allowed: each name once")
 
     # Files that were joined have their header several times.
@@ -677,31 +684,42 @@ def read_stored_batches(file: pa.NativeFile, *, is_file: bool) -> Iterator[pa.Re
 
 
 def number_rows(path: Path, batches: Iterable[pa.RecordBatch], reject: Reject) -> Iterator[Row]:
-    """The rows of a table; `reject` is called for one whose texts are not UTF-8."""
+    """The rows of a table; `reject` is called for one with a text that is not UTF-8, or with another value
+    that Python has no object for."""
     num_before = 0
     for batch in batches:
-        # Converting a batch at once is fast. If one of its texts is not UTF-8, the rows are converted one by
-        # one to find it.
+        # Converting a batch at once is fast. If one of its values cannot be converted, the rows are converted
+        # one by one to find it.
         try:
             rows = batch.to_pylist()
-        except UnicodeDecodeError:
+        except CONVERSION_ERRORS:
             rows = [read_batch_row(batch, index) for index in range(len(batch))]
         for number, row in enumerate(rows, start=num_before + 1):
             position = f"{path}, row {number}"
-            if isinstance(row, UnicodeDecodeError):
-                reject(ValueError(f"{position} is not UTF-8: {row.reason}. Allowed: text in UTF-8"))
+            if isinstance(row, Exception):
+                reject(explain_conversion_error(row, position))
             else:
                 yield position, row
         num_before += len(batch)
 
 
-def read_batch_row(batch: pa.RecordBatch, index: int) -> dict[str, Any] | UnicodeDecodeError:
-    """A row of a table; the error if a text of it is not UTF-8."""
+def read_batch_row(batch: pa.RecordBatch, index: int) -> dict[str, Any] | Exception:
+    """A row of a table; the error if it cannot be converted."""
     try:
         (row,) = batch.slice(index, 1).to_pylist()
-    except UnicodeDecodeError as error:
+    except CONVERSION_ERRORS as error:
         return error
     return row
+
+
+def explain_conversion_error(error: Exception, position: str) -> ValueError:
+    """The error of a row that cannot be converted: a text, or a date, since nothing else has such values."""
+    if isinstance(error, UnicodeDecodeError):
+        return ValueError(f"{position} is not UTF-8: {error.reason}. Allowed: text in UTF-8")
+    return ValueError(
+        f"{position} has a date that cannot be read: {error}. "
+        "Allowed: years 1 to 9999 and known time zones, or a table without this column"
+    )
 
 
 def select_texts(rows: Iterable[Row], column: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 import logging
 import lzma
 import os
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 from datasets.data_files import SPLIT_KEYWORDS
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from cpt.cli import keep_text
 from cpt.data.corpus import make_corpus
 from cpt.data.sources import readers
 from cpt.data.sources.base import GENERAL
-from cpt.data.sources.files import SPLIT_WORDS, find_split
+from cpt.data.sources.files import SPLIT_WORDS, find_split, format_ignore
+from cpt.data.sources.readers import read_file_rows
 from tests.data.sources.test_sources import open_hub, open_texts, read_documents, read_texts
 
 
@@ -85,6 +89,22 @@ def test_text_in_no_domain_and_hidden_folders_are_named(tmp_path, caplog):
     assert levels["Leaving out files of a: 1 hidden (.part)"] == "INFO"
 
 
+def test_options_that_a_message_shows_are_read_as_they_are_meant(tmp_path):
+    names = ["a b", "a, b (1)", 'say "x"', "3.10", "1e3", "null", "it's", "é"]
+    names += ["[x]", "a{b}", "~x", "a=b", "*.docx", "a\\"]
+    (argument,) = shlex.split(format_ignore(names))
+    (override,) = OverridesParser.create().parse_overrides([keep_text(argument)])
+    assert override.value() == names
+
+    for name in ("3.10", "a, b (1)", "it's"):
+        write(tmp_path / "x, (y)" / name / "a.txt", "One.")
+        with pytest.raises(ValueError, match="domains.root=") as error:
+            open_texts(tmp_path / "x, (y)" / name)
+        arguments = shlex.split(str(error.value).partition("as a domain ")[2])
+        overrides = OverridesParser.create().parse_overrides(list(map(keep_text, arguments)))
+        assert [override.value() for override in overrides] == [str(tmp_path / "x, (y)"), [name]]
+
+
 def test_a_folder_of_one_domain_in_place_of_the_folder_of_all_is_refused(tmp_path):
     """Only its sub-folders would be read, as domains."""
     root = tmp_path / "hand book"
@@ -94,7 +114,7 @@ def test_a_folder_of_one_domain_in_place_of_the_folder_of_all_is_refused(tmp_pat
         ValueError, match=r"no sub-folder of a domain, but 2 text files \(a.txt, b.md\)"
     ) as error:
         open_texts(root)
-    assert f"domains.root={tmp_path} 'order=[hand book]'" in str(error.value)
+    assert f"""domains.root={tmp_path} {shlex.quote("order=['hand book']")}""" in str(error.value)
     with pytest.raises(ValueError, match=f"there is no folder .*Did you mean {root}"):
         open_texts(tmp_path / "handbook")
 
@@ -272,6 +292,14 @@ def test_a_packed_file_that_is_cut_is_refused(name, tmp_path):
         read_documents(tmp_path)
 
 
+def test_delimiters_at_the_ends_of_all_lines_are_columns_without_a_name(tmp_path):
+    write(tmp_path / "a" / "x.csv", "id,text,,\n1,One.,,\n2,Two.,,\n")
+    assert read_texts(tmp_path) == ["One.", "Two."]
+    write(tmp_path / "a" / "x.csv", "id,text,text\n1,One.,a\n")
+    with pytest.raises(ValueError, match="x.csv has a column twice: id, text, text"):
+        read_documents(tmp_path)
+
+
 def test_a_column_that_is_there_twice_is_refused_where_it_is_read(tmp_path):
     table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["id", "id", "text"])
     (tmp_path / "a").mkdir()
@@ -424,7 +452,7 @@ def test_files_about_the_data_are_left_out_beside_tables_and_named(tmp_path, cap
     for name in ("README.md", "other/readme.md", "LICENSE"):
         write(tmp_path / "b" / name, "Three.")
     assert read_texts(tmp_path, "b") == ["Three.", "Three."]
-    assert "that look like no text of it: README.md, readme.md (domains.ignore=" in caplog.text
+    assert "no text of it: README.md, readme.md ('domains.ignore=[README.md,readme.md]' leaves" in caplog.text
 
 
 def test_rare_blank_lines_and_shards_do_not_make_large_documents(tmp_path, caplog):
@@ -566,6 +594,59 @@ def test_a_packed_file_that_ends_early_is_named_before_it_is_read_whole(suffix, 
         open_texts(tmp_path).check(["a"])
 
 
+def test_an_arrow_stream_that_ends_between_two_batches_is_refused(tmp_path):
+    table = pa.table({"text": [f"Line {number}." for number in range(500)]})
+    path = tmp_path / "a" / "x.arrow"
+    path.parent.mkdir()
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+        end_of_batches = file.tell()
+        writer.write_table(table, max_chunksize=100)
+    assert len(read_texts(tmp_path)) == 1000
+    path.write_bytes(path.read_bytes()[:end_of_batches])
+    with pytest.raises(
+        ValueError, match="x.arrow is damaged: its end is missing. Allowed: a complete .arrow"
+    ):
+        open_texts(tmp_path).check(["a"])
+
+
+def test_a_table_that_is_compressed_as_a_whole_is_refused(tmp_path):
+    pq.write_table(pa.table({"text": ["One."]}), tmp_path / "x.parquet")
+    (tmp_path / "a").mkdir()
+    packed = gzip.compress((tmp_path / "x.parquet").read_bytes())
+    (tmp_path / "a" / "x.parquet.gz").write_bytes(packed)
+    with pytest.raises(
+        ValueError, match="x.parquet.gz is a .parquet file that is compressed as a whole, which"
+    ):
+        open_texts(tmp_path).check(["a"])
+
+
+DATES = {
+    "a second beyond the calendar": pa.array([2**40, 1], pa.timestamp("s")),
+    "a day beyond the calendar": pa.array([2**30, 1], pa.date32()),
+    "an unknown time zone": pa.array([1, 1], pa.timestamp("us", tz="Foo/Bar")),
+}
+
+
+@pytest.mark.parametrize("kind", DATES)
+def test_a_row_with_a_date_that_python_does_not_have_is_named_or_skipped(kind, tmp_path):
+    path = tmp_path / "x.arrow"
+    table = pa.table({"text": ["One.", "Two."], "when": DATES[kind]})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(
+        ValueError, match="x.arrow, row 1 has a date that cannot be read: .*Allowed: years 1 to"
+    ):
+        list(read_file_rows(path))
+    errors = []
+    rows = list(read_file_rows(path, reject=errors.append))
+    assert len(rows) + len(errors) == 2 and errors
+    assert [text for _, text in read_file_rows(path, columns=["text"])] == [
+        {"text": "One."},
+        {"text": "Two."},
+    ]
+
+
 def test_a_table_without_its_end_is_refused_before_anything_is_read(tmp_path):
     table = pa.table({"text": ["One."] * 500})
     for name in ("a", "b"):
@@ -573,7 +654,10 @@ def test_a_table_without_its_end_is_refused_before_anything_is_read(tmp_path):
     pq.write_table(table, tmp_path / "a" / "x.parquet")
     with pa.ipc.new_file(tmp_path / "b" / "x.arrow", table.schema) as writer:
         writer.write_table(table)
-    for path in (tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.arrow"):
+    (tmp_path / "c").mkdir()
+    with pa.ipc.new_stream(tmp_path / "c" / "x.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    for path in (tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.arrow", tmp_path / "c" / "x.arrow"):
         content = path.read_bytes()
         for cut in (content[:-20], content[: len(content) // 2], content[:7]):
             path.write_bytes(cut)
