@@ -53,9 +53,9 @@ def test_what_is_not_an_order_and_names_that_the_scores_need_are_refused():
         resolve(["ai", "general"])
     exclusion = {"law": "domains.ignore=[law]", "general": "domains.ignore=[general]"}
     for order in ("law", ["ai", "law"], OmegaConf.create(["ai", "law"])):
-        shown = order if isinstance(order, str) else r"\[ai,law\]"
+        typed = order if isinstance(order, str) else r"\[ai,law\]"
         reason = (
-            rf"^order={shown} is invalid with domains.ignore=\[law\]: it leaves out law. Allowed: acl, ai, "
+            rf"^order={typed} is invalid with domains.ignore=\[law\]: it leaves out law. Allowed: acl, ai, "
         )
         with pytest.raises(ValueError, match=reason):
             resolve(order, find_exclusion=lambda name: exclusion.get(name, ""))

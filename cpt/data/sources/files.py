@@ -360,7 +360,7 @@ def lacks_end(path: Path) -> bool:
 
 
 def refuse_unknown_kind(path: Path) -> None:
-    """Raises UnknownKindError for a file that is named by itself and is none of text."""
+    """Raises UnknownKindError for a single file that is not one of text."""
     if find_suffix(path) not in SUFFIXES:
         raise UnknownKindError([path])
 

@@ -697,7 +697,7 @@ def number_rows(path: Path, batches: Iterable[pa.RecordBatch], reject: Reject) -
         for number, row in enumerate(rows, start=num_before + 1):
             position = f"{path}, row {number}"
             if isinstance(row, Exception):
-                reject(explain_conversion_error(row, position))
+                reject(ValueError(f"{position} {describe_conversion_error(row)}"))
             else:
                 yield position, row
         num_before += len(batch)
@@ -712,12 +712,12 @@ def read_batch_row(batch: pa.RecordBatch, index: int) -> dict[str, Any] | Except
     return row
 
 
-def explain_conversion_error(error: Exception, position: str) -> ValueError:
-    """The error of a row that cannot be converted: a text, or a date, since nothing else has such values."""
+def describe_conversion_error(error: Exception) -> str:
+    """What a row that cannot be converted has: a text, or a date, since nothing else has such values."""
     if isinstance(error, UnicodeDecodeError):
-        return ValueError(f"{position} is not UTF-8: {error.reason}. Allowed: text in UTF-8")
-    return ValueError(
-        f"{position} has a date that cannot be read: {error}. "
+        return f"is not UTF-8: {error.reason}. Allowed: text in UTF-8"
+    return (
+        f"has a date that cannot be read: {error}. "
         "Allowed: years 1 to 9999 and known time zones, or a table without this column"
     )
 
