@@ -323,17 +323,22 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
 def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """The tools that a row offers to the assistant: `tools`, or OpenAI's older `functions`. Raises
     BadExampleError for tools of another form."""
-    key = OLDER_TOOLS if has_value(row, OLDER_TOOLS) and not has_value(row, "tools") else "tools"
-    allowed = "[{name, parameters}, …]" if key == OLDER_TOOLS else "[{type: function, function: {…}}, …]"
-    tools = parse_if_json(row.get(key)) or []
-    if not is_list_of_objects(tools):
+    if has_value(row, OLDER_TOOLS) and not has_value(row, "tools"):
+        functions = read_schemas(row, OLDER_TOOLS, where, example="{name, parameters}")
+        return tuple({"type": "function", "function": function} for function in functions)
+    return tuple(read_schemas(row, "tools", where, example="{type: function, function: {…}}"))
+
+
+def read_schemas(row: Mapping[str, Any], key: str, where: str, *, example: str) -> list[Mapping[str, Any]]:
+    """The JSON schemas in a list of a row, or in its JSON; none for a list that is missing or empty. Raises
+    BadExampleError, with an `example` of a schema, for anything else."""
+    schemas = parse_if_json(row.get(key)) or []
+    if not is_list_of_objects(schemas):
         raise BadExampleError(
-            f"{where}: {key!r} is not a list of JSON schemas: {tools!r:.60}. Allowed: {allowed}",
+            f"{where}: {key!r} is not a list of JSON schemas: {schemas!r:.60}. Allowed: [{example}, …]",
             f"{key} of another form",
         )
-    if key == OLDER_TOOLS:
-        return tuple({"type": "function", "function": function} for function in tools)
-    return tuple(tools)
+    return list(schemas)
 
 
 def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> dict[str, Any]:
