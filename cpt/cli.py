@@ -81,8 +81,10 @@ def start() -> None:
         if "--version" in sys.argv:
             print(f"cpt {__version__}")
         elif FLAG in sys.argv:
+            check_flags([argument for argument in sys.argv[1:] if argument != FLAG])
             print(describe_options(sys.argv[1:]))
         elif any(is_question(argument) for argument in sys.argv[1:]):
+            check_flags(sys.argv[1:])
             print(describe_choices(sys.argv[1:]))
         else:
             check_command_line(sys.argv[1:])

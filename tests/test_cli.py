@@ -30,6 +30,8 @@ CANNOT = {  # and the choice or option that is meant
     "+trainer.steps=3": "",
     "~trainer.steps=3": "",
     "~method=ewc": "",
+    "--unknown --options": "",
+    "--unknown method=?": "",
     "+hydra.job.name=x": "",
     "method=[ncl,ewc]": "",
     "-m trainer.steps=2 hydra.job.chdir=false,true": "",

@@ -162,6 +162,7 @@ WEBHOOKS = re.compile(
     r"(https://(?:hooks\.slack\.com/(?:services|workflows)|discord(?:app)?\.com/api/webhooks"
     r"|api\.telegram\.org|[\w.-]*webhook\.office\.com)/)[^\s\"']+"
 )
+FROM_VARIABLE = re.compile(r"\$\{oc\.env:([\w.-]+)\}#([0-9a-f]{8})")
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[\w.-]+\}(?:\$\{oc\.env:[\w.-]+\})*#([0-9a-f]{8})")
 
 
@@ -261,6 +262,17 @@ def find_stored_fingerprint(value: Any) -> str | None:
     """The fingerprint in a value that is hidden as from the environment; None for another value."""
     match = FROM_ENVIRONMENT.fullmatch(str(value))
     return match[1] if match else None
+
+
+def find_set_variable(value: str) -> str | None:
+    """The environment variable that a hidden text came from, if it is set to the same text now; None of
+    another text, and of one that was a part of a value."""
+    match = FROM_VARIABLE.fullmatch(value)
+    if match is None:
+        return None
+    name, stored_fingerprint = match.groups()
+    is_same = name in os.environ and fingerprint(redact_text(os.environ[name])) == stored_fingerprint
+    return name if is_same else None
 
 
 # The environment variables that `collecting_variables` has seen; None outside of it.

@@ -28,7 +28,7 @@ from PIL.PngImagePlugin import PngImageFile, PngInfo
 from cpt.core.messages import count_noun
 from cpt.data.sources.base import GENERAL
 from cpt.reporting.formats import MAX_LISTED, Format, format_signed, list_names, shorten, strip_controls
-from cpt.reporting.svg import SVG_TEXT, PageFigure, add_cells, assign_group
+from cpt.reporting.svg import SVG_TEXT, PageFigure, add_cells, assign_group, save_figure
 
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
@@ -54,7 +54,7 @@ class Picture(bytes):
         buffer = io.BytesIO()
         date = {"svg": "Date", "pdf": "CreationDate"}[kind]
         with matplotlib.rc_context(VECTORS):
-            self.figure.savefig(buffer, format=kind, metadata={date: None})
+            save_figure(self.figure, buffer, format=kind, metadata={date: None})
         return buffer.getvalue()
 
 
@@ -75,7 +75,7 @@ def make_figure(size: tuple[float, float]) -> PageFigure:
 def make_png(figure: PageFigure, *, description: str) -> Picture:
     """The figure in at most 256 colours, a third of the size."""
     full_colour = io.BytesIO()
-    figure.savefig(full_colour, format="png")
+    save_figure(figure, full_colour, format="png")
     text = PngInfo()
     text.add_itxt("Description", description)
     image = Image.open(full_colour).convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -104,8 +104,23 @@ def choose_series_style(index: int) -> SeriesStyle:
 
 
 def escape_label(name: str, *, width: int) -> str:
-    """The name as matplotlib shows it unchanged: a dollar sign would start a formula."""
-    return shorten(name, width=width).replace("$", r"\$")
+    """The name as matplotlib shows it unchanged: a dollar sign would start a formula, and a series whose name
+    begins with an underscore would not be in the legend."""
+    label = shorten(strip_controls(name), width=width).replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
+
+
+def choose_apart(positions: Sequence[float], *, distance: float) -> list[int]:
+    """The indices of ascending positions that are at least so far from the chosen one before.
+
+    >>> choose_apart([0.0, 0.1, 0.5, 2.0], distance=0.5)
+    [0, 2, 3]
+    """
+    chosen: list[int] = []
+    for index, position in enumerate(positions):
+        if not chosen or position - positions[chosen[-1]] >= distance:
+            chosen.append(index)
+    return chosen
 
 
 def set_ticks(axis: Axis, names: Sequence[str], *, is_small: bool, rotation: int) -> None:

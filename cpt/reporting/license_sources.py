@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ CREATIVE_COMMONS = re.compile(
 # The first that fits is taken: GPL after the licenses that have its name in theirs.
 OPENINGS = {
     r"apache license,? version 2\.0": "apache-2.0",
+    r"boost software license": "bsl-1.0",
+    r"university of illinois/ncsa open source license": "ncsa",
     r"permission is hereby granted, free of charge": "mit",
     r"permission to use, copy, modify, and(/or)? distribute this software for any purpose": "isc",
     r"redistributions? of source code must .* neither the name": "bsd-3-clause",
@@ -80,22 +82,35 @@ def find_licenses(
         name = scores.base.get("name", scores.run["model"])
         checkpoint = str(settings.get("model.name_or_path", name))
         revision = scores.base.get("revision")
-        licenses.append(
-            find_model_license(
+        license = StatedLicense(source=f"the base model {name}", is_model=True)
+        with reading_license(license.source):
+            license = find_model_license(
                 checkpoint,
-                source=f"the base model {name}",
+                source=license.source,
                 revision=revision,
                 is_online=is_online and scores.base.get("origin") == "hub",
             )
-        )
+        licenses.append(license)
     for text in list_trained_texts(settings, scores):
         identifier = (stated_for_texts or {}).get(text, "")
         if identifier:
-            license = StatedLicense(source=text, identifier=identifier, stated_in="--data-license")
-        else:
+            licenses.append(StatedLicense(source=text, identifier=identifier, stated_in="--data-license"))
+            continue
+        license = StatedLicense(source=text)
+        with reading_license(text):
             license = find_text_license(settings, text, is_online=is_online)
         licenses.append(license)
     return licenses
+
+
+@contextmanager
+def reading_license(source: str) -> Iterator[None]:
+    """Inside the context a file or a folder that cannot be read, as one of another user, ends the search for
+    the license of a source."""
+    try:
+        yield
+    except OSError as error:
+        log_once(log, f"The license of {source} counts as not stated: {error.filename} ({error.strerror})")
 
 
 def list_trained_texts(settings: Mapping[str, Any], scores: Scores) -> list[str]:
@@ -159,6 +174,8 @@ def find_source_license(settings: Mapping[str, Any], name: str, *, is_online: bo
         if section_path and not path:
             path = str(section_path)
 
+    if not path:
+        return StatedLicense(source=source)
     local_path = Path(os.path.expanduser(path))
     if local_path.is_dir():
         return read_folder_license(local_path, source=source)
@@ -210,12 +227,12 @@ def read_folder_license(folder: Path, *, source: str, is_model: bool = False) ->
 
 def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicense:
     """What the YAML of a card states; several licenses stay one identifier that no table has."""
-    front_matter = FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
+    front_matter = FRONT_MATTER.match(path.read_text(encoding="utf-8-sig", errors="replace"))
     data: Any = None
     if front_matter:
         try:
             data = yaml.safe_load(front_matter[1])
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # a date that does not exist is a ValueError
             problem = str(error)
             if isinstance(error, yaml.MarkedYAMLError) and error.problem:
                 problem = error.problem  # without the position, which takes further lines

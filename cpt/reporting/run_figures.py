@@ -23,6 +23,7 @@ from cpt.reporting.drawing import (
     ColourScale,
     HeatMap,
     Picture,
+    choose_apart,
     choose_series_style,
     draw_heat_maps,
     escape_label,
@@ -50,6 +51,11 @@ CHANGE_LABEL = "change in nats per token\n(blue: better than base)"
 MAX_UNITS = 200  # points of a layer
 HIGH_SIMILARITY = 0.8  # of all domains: on a scale from 0 they would all have one colour
 MAX_GREY = 60  # curves of a run over more domains: more of them look the same, and fill a page
+# Inches: of the axes of training and of the monitor, of a letter of their labels, and between oblique labels.
+TRAINING_WIDTH = 9.0
+MONITOR_WIDTH = 8.5
+INCHES_OF_LETTER = 0.07
+OBLIQUE_DISTANCE = 0.28
 NUM_COLOURS = 6  # of lines of texts, before another kind of dashes
 
 
@@ -270,13 +276,29 @@ def mark_stages(axes: Axes, stages: Mapping[str, Borders]) -> None:
 
 
 def name_stages(axes: Axes, stages: Mapping[str, Borders]) -> None:
-    """The names of the stages above the axes, at most MAX_LISTED of them at equal steps."""
-    top_axis = axes.secondary_xaxis("top")
+    """The names of the stages above the axes, at most MAX_LISTED of them at equal steps; oblique where names
+    are longer than their stages, and without those of stages that are too short for one."""
     step = math.ceil(len(stages) / MAX_LISTED)
     labels = [escape_label(name, width=18) for name in list(stages)[::step]]
-    middles = [sum(borders) / 2 for borders in stages.values()]
-    top_axis.set_xticks(middles[::step], labels, fontsize=8)
+    middles = [sum(borders) / 2 for borders in stages.values()][::step]
+    ends = [end for _, end in stages.values()]
+    inches = [TRAINING_WIDTH * middle / max(ends) for middle in middles]
+
+    longest_label = INCHES_OF_LETTER * max(map(len, labels))
+    top_axis = axes.secondary_xaxis("top")
     top_axis.tick_params(length=0)
+    if len(choose_apart(inches, distance=longest_label)) == len(labels):
+        top_axis.set_xticks(middles, labels, fontsize=8)
+        return
+    chosen = choose_apart(inches, distance=OBLIQUE_DISTANCE)
+    top_axis.set_xticks(
+        [middles[index] for index in chosen],
+        [labels[index] for index in chosen],
+        fontsize=8,
+        rotation=30,
+        ha="left",
+        rotation_mode="anchor",
+    )
 
 
 def draw_monitor(stages: Sequence[MonitoredStage]) -> Picture:
@@ -303,9 +325,16 @@ def draw_monitor(stages: Sequence[MonitoredStage]) -> Picture:
         begin = int(steps[-1])
 
     axes.axhline(0, color="0.6", linewidth=0.8)
-    step = 1 if len(middles) <= MAX_LISTED else math.ceil(len(middles) / 30)
-    names = [escape_label(stage.name, width=18) for stage in stages[::step]]
-    axes.set_xticks(middles[::step], names, rotation=30, ha="right", fontsize=9 if step == 1 else 7)
+    inches = [MONITOR_WIDTH * middle / max(1, begin) for middle in middles]
+    chosen = choose_apart(inches, distance=OBLIQUE_DISTANCE)
+    axes.set_xticks(
+        [middles[index] for index in chosen],
+        [escape_label(stages[index].name, width=18) for index in chosen],
+        rotation=30,
+        ha="right",
+        rotation_mode="anchor",
+        fontsize=9 if len(stages) <= MAX_LISTED else 7,
+    )
     axes.set_ylabel("change in nats per token\nsince the stage's first evaluation")
     axes.set_xlabel("steps of the stage")
     lines = {str(line.get_label()): line for line in axes.get_legend_handles_labels()[0]}  # one of each kind

@@ -409,11 +409,14 @@ def find_shown_columns(head: Sequence[str], *, hidden: Sequence[str]) -> list[in
 def build_answer_matrix_block(scores: Scores, shares: DataFrame) -> Block:
     """The answers to each task after each stage, in the task's own measure."""
     measures = {task: find_main_measure(answers) for task, answers in scores.answers["tasks"].items()}
+    picture = None
+    if shares.notna().to_numpy().any():
+        picture = run_figures.draw_tasks("answers", shares)
     return Block(
         name="answers",
         title=f"Answers to each task (column) after each stage (row): {describe_measures(measures)}",
-        picture=run_figures.draw_tasks("answers", shares),
-        caption=LEGENDS["tasked"],
+        picture=picture,
+        caption="" if picture is None else LEGENDS["tasked"],
         head=["after", *shares.columns],
         cells=format_answers(scores, shares),
     )

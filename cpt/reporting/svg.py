@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +27,19 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from PIL import Image
 
+from cpt.core.messages import log_once
+
+log = logging.getLogger(__name__)
 MAX_SPOTS = 60  # of a series, so that a page with many curves stays small
 MAX_CELLS = 169  # of a heat map, 13 x 13, whose cells are elements of their own
 SPOT_RADIUS = 5  # points: what a finger or a mouse hits
 PIXELS_PER_INCH = 105  # of a page: an 11-inch figure fills its column, and 9 points are 13 pixels
 POINTS_PER_INCH = 72
+MISSING_GLYPH = re.compile(r"Glyph \d+ .* missing from")
+NO_FONT = (
+    "No font of matplotlib has all characters of the names: figures as PNG and PDF show boxes in their "
+    "place, the page and SVG show them"
+)
 IMAGE_PREFIX = "data:image/png;base64,"
 SVG_TEXT: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -163,11 +173,26 @@ def share_groups(legend: Legend, artists: Sequence[Artist]) -> None:
             assign_group([handle, label], group)
 
 
+def save_figure(figure: Figure, buffer: io.BytesIO, **options: Any) -> None:
+    """Writes a figure. matplotlib warns of every character that it has no font for, in each picture: one line
+    says so."""
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        figure.savefig(buffer, **options)
+    for warning in recorded:
+        if MISSING_GLYPH.match(str(warning.message)):
+            log_once(log, NO_FONT)
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, filename=warning.filename, lineno=warning.lineno
+            )
+
+
 def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
     """The figure as an element of a page. `prefix` begins its ids, which are unique in a page."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(SVG_TEXT):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        save_figure(figure, buffer, format="svg", transparent=True, metadata={"Date": None})
     root = ElementTree.fromstring(buffer.getvalue())
     for child in [*root]:
         if child.tag.endswith("metadata"):

@@ -25,6 +25,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.tensors import check_state, load_tensors, save_state
 from cpt.loggers.guard import warn_of_failure
+from cpt.reporting.formats import shorten
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.monitor import Monitor
 
@@ -42,6 +43,7 @@ CHANGES_RESULT = (
 )
 # What a class raises for an option that it does not take; anything else is a failure of its surroundings.
 REFUSALS = (TypeError, ValueError, MisconfigurationException)
+MAX_SHOWN_STATE = 200  # characters of a state in a message
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
@@ -144,15 +146,26 @@ class CustomCallbacks(Callback):
         self.finished_stage = number - 1
         return [*self.callbacks.values(), self]
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raises ValueError for a state that cannot be stored."""
+        self.read_states()
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict) -> None:
         """Raises ValueError for a state that a checkpoint cannot hold."""
+        self.read_states()
+
+    def read_states(self) -> dict[str, dict[str, Any]]:
+        """The states of the callbacks by name. Raises ValueError for one that could not be loaded again."""
+        states = {}
         for name, callback in self.callbacks.items():
             state = callback.state_dict()
             if not is_plain(state):
                 raise ValueError(
-                    f"callbacks.{name}: its state_dict is {state}. "
+                    f"callbacks.{name}: its state_dict is {shorten(str(state), width=MAX_SHOWN_STATE)}. "
                     "Allowed: tensors, numbers, texts, and lists and mappings of them"
                 )
+            states[name] = state
+        return states
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Raises ValueError where one of the callbacks has ended the stage: only the monitor may."""
@@ -168,9 +181,10 @@ class CustomCallbacks(Callback):
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stores their state. That of the stage before stays: this one is not committed yet."""
+        """Stores their state. That of the stage before stays: this one is not committed yet. Raises
+        ValueError for a state that cannot be stored."""
         self.finished_stage += 1
-        states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
+        states = self.read_states()
         if not trainer.is_global_zero or not any(states.values()):
             return
         save_state(states, self.folder / f"{self.finished_stage:03d}.pt")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.adapters.domain_store import BASE
 from cpt.core.config import digest as hash_of
 from cpt.core.distributed import barrier, gather_objects, leave_together
-from cpt.core.messages import log_once
+from cpt.core.messages import count_noun, log_once
 from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.data.datamodule import DomainSequence
@@ -195,6 +195,7 @@ class ChatEvaluator(FileEvaluator):
                 losses=stack_losses(nats, rows_by_chat),
             )
             save_losses(chat_file(self.folder(number), request), stored)
+            warn_of_nonfinite(stored, stage=self.stage_name(number))
         barrier()  # the file is there for all
 
     def make_rows(self, request: str) -> list[list[MarkedRow]]:
@@ -268,6 +269,17 @@ class ChatEvaluator(FileEvaluator):
             "answers": summarise_rows(answers_by_row),
             "seconds": sum(stored.seconds for stored in measured),
         }
+
+
+def warn_of_nonfinite(stored: StoredLosses, *, stage: str) -> None:
+    """Warns of chats whose loss is not finite: their mean is null in scores.json."""
+    num_nonfinite = int((~np.isfinite(stored.losses)).any(0).sum())
+    if num_nonfinite > 0:
+        log.warning(
+            "The loss on %s is not finite after %s: the mean over chats is not, either",
+            count_noun(num_nonfinite, "held-out chat"),
+            stage,
+        )
 
 
 def list_chat_losses(stored_by_row: Sequence[StoredLosses | None]) -> list[Array | None]:

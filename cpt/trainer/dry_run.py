@@ -75,7 +75,7 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
     if data.mixed:
         cost["sources"] = count_sources(data)
     if not any(stage["left_steps"] or stage["left_read_tokens"] for stage in stages):
-        return cost | {"left": "nothing"}
+        return cost | {"left": "nothing", "not_included": list_excluded_options(plan)}
 
     chat_seconds = estimate_chat_seconds(
         plan,
@@ -344,7 +344,7 @@ def format_table(cost: Mapping[str, Any]) -> str:
     choices = " ".join(f"{group}={run[group]}" for group in ("method", "mask", "replay", "model", "seed"))
     state = cost["state"]
     if not has_cost:
-        state += "; nothing is left to train or to evaluate"
+        state += "; no step and no loss on a text is left"
     sections = [
         f"Plan of {run['folder']}: {choices}, {cost['processes']} x {cost['device']}, "
         f"{count_noun(cost['micro_batch'], 'sample')} at once",
@@ -355,6 +355,8 @@ def format_table(cost: Mapping[str, Any]) -> str:
     ]
     if has_cost:
         sections.extend(format_run_cost(cost))
+    elif cost["not_included"]:
+        sections.append(f"Not looked for, done or left: {', '.join(cost['not_included'])}.")
     return "\n\n".join(sections)
 
 

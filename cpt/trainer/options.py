@@ -68,6 +68,8 @@ def count_devices(value: Any) -> int | None:
     """The number of devices that an option names; None for all, whose number Lightning knows."""
     if isinstance(value, str) and "," in value:
         return len(value.split(","))
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
     if isinstance(value, list | tuple):
         return len(value)
     return value if isinstance(value, int) and value > 0 else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from cpt.core.config import CONF, flatten, make_plain_config
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.naming import CONFIG
 from cpt.core.schema import Options
-from cpt.core.secrets import HIDDEN
+from cpt.core.secrets import HIDDEN, find_set_variable, find_stored_fingerprint
 from cpt.core.sections import Choice
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -36,8 +38,7 @@ from cpt.trainer.preflight import prepare_run
 from cpt.trainer.run_dir import RunDir
 
 ALLOWED_RUN = "the folder of a finished run that trained"
-FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)")
-ONE_PROCESS = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+ONE_PROCESS = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
 NO_METHOD = Choice("cpt.methods.ncl.ZeroShot", Options())  # which trains nothing
 
 
@@ -53,27 +54,47 @@ def load_finished_scores(run: RunDir) -> Scores:
 
 def load_plan(run: RunDir, order: Sequence[str]) -> Plan:
     """The plan of a run with domains in an order, from its stored config, without loggers, tasks,
-    divergence, benchmarks.
-    Raises ValueError for a config that leaves values out, as those of environment variables."""
-    for key, value in run.stored_config().items():
-        variable = FROM_ENVIRONMENT.search(str(value))
-        is_unused = key.startswith(("logger.", "callbacks."))
-        if not is_unused and (variable or HIDDEN in str(value)):
+    divergence, benchmarks. Raises ValueError for a config that leaves values out, as those of environment
+    variables that have another value by now."""
+    run.stored_config()  # raises for a damaged one
+    config = load_config_here(run)
+    for key, value in flatten(make_plain_config(config)):
+        is_left_out = find_stored_fingerprint(value) is not None or HIDDEN in str(value)
+        if is_left_out and not key.startswith("callbacks."):
             raise InvalidOptionError(
                 "RUN", run.path, reason=f"its config.yaml leaves out the value of {key}", allowed=ALLOWED_RUN
             )
-    plan = make_plan(load_config_here(run), run=run)
+    plan = make_plan(config, run=run)
     plan = replace(plan, order=list(order), endtasks=None, answers=None, divergence=None, benchmark=None)
     return date_chats(plan)
 
 
 def load_config_here(run: RunDir) -> DictConfig:
-    """The stored config of a run for this process alone, without loggers."""
+    """The stored config of a run for this process alone, without loggers. Values of environment variables
+    that are set as they were are read from them again; another cache than the run's has the same content."""
     config = OmegaConf.load(run.config)
     assert isinstance(config, DictConfig)
     config.logger = {}
     config.trainer.update(ONE_PROCESS)
+    restore_variables(config)
+    if find_stored_fingerprint(config.cache_dir) is not None:
+        defaults = yaml.safe_load((CONF / f"{CONFIG}.yaml").read_text(encoding="utf-8"))
+        config.cache_dir = defaults["cache_dir"]
     return config
+
+
+def restore_variables(node: DictConfig | ListConfig) -> None:
+    """Has the values of a config that were hidden read from their environment variables again, if these are
+    set to the same texts."""
+    keys: Sequence[Any] = range(len(node)) if isinstance(node, ListConfig) else list(node)
+    for key in keys:
+        value = node[key]
+        if isinstance(value, DictConfig | ListConfig):
+            restore_variables(value)
+            continue
+        variable = find_set_variable(value) if isinstance(value, str) else None
+        if variable is not None:
+            node[key] = f"${{oc.env:{variable}}}"
 
 
 @contextmanager

@@ -229,3 +229,37 @@ def test_sources_of_replay_have_licenses_too(tmp_path):
     assert licenses["replay.sources.chat"].identifier == ""
     scores.base["origin"] = "folder"
     assert list_trained_texts({"method.mixture.general_ratio": 0.1}, scores) == ["law", "general"]
+
+
+def test_what_cannot_be_read_counts_as_not_stated(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\nupdated: 2024-02-31\n---\n")  # a day that does not exist
+    assert not read_folder_license(tmp_path, source="x").identifier and "damaged YAML" in caplog.text
+    card.write_text("\ufeff---\nlicense: mit\n---\n")
+    assert read_folder_license(tmp_path, source="x").identifier == "mit"
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(license_sources.Path, "is_dir", refuse)  # a folder of another user
+    scores = make_scores()
+    scores.base = {"name": "theirs", "origin": "folder"}
+    settings = {"model.name_or_path": "/theirs/model", "domains.root": "/theirs/texts"}
+    licenses = find_licenses(settings, scores)
+    assert [license.identifier for license in licenses] == [""] * len(licenses) and len(licenses) > 1
+    assert "/theirs/model (Permission denied)" in caplog.text
+
+
+def test_a_source_without_a_path_has_no_license_of_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "LICENSE").write_text("MIT")
+    monkeypatch.chdir(tmp_path)
+    license = license_sources.find_source_license({}, "web", is_online=False)
+    assert not license.identifier
+
+
+def test_licenses_with_the_words_of_another_are_told_apart():
+    grant = "Permission is hereby granted, free of charge, to any person"
+    assert recognize(f"Boost Software License - Version 1.0\n\n{grant}") == "bsl-1.0"
+    assert recognize(f"University of Illinois/NCSA Open Source License\n\n{grant}") == "ncsa"
+    assert recognize(grant) == "mit"

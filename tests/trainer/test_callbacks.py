@@ -239,3 +239,26 @@ def test_a_package_that_a_logger_needs_is_named_without_lightnings_hints():
     assert str(error) == "tensorboard is not installed: pip install tensorboard"
     plain_error = ModuleNotFoundError("No module named 'x'")
     assert shorten_requirements(plain_error) is plain_error
+
+
+class Remembering(Callback):
+    """Has a state of numpy from the first stage on, or from its end on."""
+
+    state: dict = {}
+
+    def state_dict(self) -> dict:
+        return self.state
+
+
+def test_a_state_that_could_not_be_loaded_again_is_refused_before_it_is_stored(tmp_path):
+    callback = Remembering()
+    callbacks = CustomCallbacks({"mine": callback}, tmp_path)
+    trainer = SimpleNamespace(is_global_zero=True)
+    callbacks.on_train_start(trainer, None)
+    callback.state = {"best": [np.float32(0.5)] * 1000}
+    message = r"^callbacks.mine: its state_dict is .{200}\. Allowed: tensors"
+    with pytest.raises(ValueError, match=message):
+        callbacks.on_train_start(trainer, None)
+    with pytest.raises(ValueError, match=message):
+        callbacks.teardown(trainer, None, "fit")
+    assert list(tmp_path.iterdir()) == []

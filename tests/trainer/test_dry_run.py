@@ -130,7 +130,8 @@ def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start
         measured = scores.measured(number)
         assert stage["scored_texts"] == len(measured)
         assert stage["scored_tokens"] == sum(scored[text] for text in measured)
-    assert planned(cfg, tmp_path / "run")["left"] == "nothing"
+    plan_of_all = planned(cfg, tmp_path / "run")
+    assert (plan_of_all["left"], plan_of_all["not_included"]) == ("nothing", [])
     plain = {name: time for name, time in times(tmp_path).items() if not name.endswith(".lock")}
     assert plain == {name: time for name, time in before.items() if not name.endswith(".lock")}
 
