@@ -326,13 +326,13 @@ def write_numbers(
 
 def describe_cells(heat_map: HeatMap, format_value: Format) -> list[list[str]]:
     """The text of each cell [row, column]: its number and, in a map whose numbers are not the values, the
-    value in nats; empty without a number."""
+    value in nats, if there is one; empty without a number."""
     texts = []
     for numbers, values in zip(heat_map.cell_numbers.tolist(), heat_map.values.tolist(), strict=True):
         row_texts = []
         for number, value in zip(numbers, values, strict=True):
             text = "" if math.isnan(number) else format_value(number)
-            if text and heat_map.numbers is not None:
+            if text and heat_map.numbers is not None and not math.isnan(value):
                 text += f" ({format_signed(value)} nats)"
             row_texts.append(text)
         texts.append(row_texts)

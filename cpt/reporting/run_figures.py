@@ -34,7 +34,7 @@ from cpt.reporting.drawing import (
     scale_around_zero,
     set_ticks,
 )
-from cpt.reporting.formats import MAX_LISTED, format_perplexity, format_signed, list_names
+from cpt.reporting.formats import MAX_LISTED, format_or_dash, format_perplexity, format_signed, list_names
 from cpt.reporting.monitoring import MonitoredStage
 from cpt.reporting.overlap import Distribution, Overlap
 from cpt.reporting.svg import add_spots
@@ -81,7 +81,8 @@ def draw_matrix(scores: Scores, perplexities: DataFrame) -> Picture:
     last = perplexities.iloc[-1].tolist()
     ends = []
     for text, base_perplexity, last_perplexity in zip(scores.domains, base, last, strict=True):
-        ends.append(f"{text} {format_perplexity(base_perplexity)} to {format_perplexity(last_perplexity)}")
+        shown_base = format_or_dash(base_perplexity, format_perplexity)
+        ends.append(f"{text} {shown_base} to {format_or_dash(last_perplexity, format_perplexity)}")
     description = f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {list_descriptions(ends)}"
 
     maps = {"": map_change(scores, numbers=perplexities.to_numpy())}
@@ -150,8 +151,9 @@ def draw_text_curves(scores: Scores, perplexities: DataFrame) -> Picture:
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     means = domain_curves.mean(0)
     description = (
-        f"Mean perplexity over {count_noun(len(domains), 'domain')}: {format_perplexity(means[0])} at the "
-        f"base, {format_perplexity(means[-1])} after {count_noun(len(means) - 1, 'stage')}."
+        f"Mean perplexity over {count_noun(len(domains), 'domain')}: "
+        f"{format_or_dash(means[0], format_perplexity)} at the base, "
+        f"{format_or_dash(means[-1], format_perplexity)} after {count_noun(len(means) - 1, 'stage')}."
     )
     return make_png(figure, description=description)
 

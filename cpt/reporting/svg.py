@@ -175,7 +175,7 @@ def share_groups(legend: Legend, artists: Sequence[Artist]) -> None:
 
 def save_figure(figure: Figure, buffer: io.BytesIO, **options: Any) -> None:
     """Writes a figure. matplotlib warns of every character that it has no font for, in each picture: one line
-    says so."""
+    is logged instead."""
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         figure.savefig(buffer, **options)

@@ -8,10 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF
-from cpt.core.errors import describe_missing_key, describe_unknown_name
+from cpt.core.errors import describe_missing_key, describe_unknown_name, find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import NonNegative, Text, check_value, fits
-from cpt.core.sections import Choice, Section, is_used, read_section
+from cpt.core.sections import Choice, Section, check_arguments, is_used, read_section
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import check_task_values
@@ -188,12 +188,27 @@ def read_model(section: Section) -> ModelOptions:
     return section.read(ModelOptions)
 
 
+def make_custom(section: Section, choice: Choice) -> Any:
+    """What a class of the user's makes of the arguments in its section. Raises ValueError for those that it
+    does not take, and where one is missing."""
+    check_arguments(section.name, {"_target_": choice.target, **choice.arguments})
+    try:
+        return choice.load()(**choice.arguments)
+    except TypeError as error:
+        raise InvalidOptionError(
+            f"{section.name}._target_",
+            choice.target,
+            reason=find_reason(error),
+            allowed=f"a class, with its arguments as {section.name}.NAME=VALUE",
+        ) from error
+
+
 def read_schedule(section: Section) -> Any:
     """The schedule: one of cpt's, or what a class of the user's makes. Raises ValueError for what cannot be
     called."""
     schedule = section.choose(is_required=True)
     if isinstance(schedule, Choice):
-        schedule = schedule.load()(**schedule.arguments)
+        schedule = make_custom(section, schedule)
     if not callable(schedule):
         raise InvalidOptionError(
             "lr_scheduler._target_",
@@ -207,7 +222,7 @@ def read_source(section: Section) -> Source:
     """Where the text comes from: a source of cpt's, or what a class of the user's makes."""
     source = section.choose(is_required=True)
     if isinstance(source, Choice):
-        source = source.load()(**source.arguments)
+        source = make_custom(section, source)
     check_kind(section, source, Source)
     return source
 

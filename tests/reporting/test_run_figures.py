@@ -8,6 +8,7 @@ import pytest
 from pandas import DataFrame
 
 from cpt.reporting import run_figures
+from cpt.reporting.drawing import read_description
 from cpt.reporting.frames import find_matrices
 from cpt.reporting.run_page import build_answer_matrix_block
 from cpt.reporting.svg import render_svg
@@ -35,6 +36,19 @@ def test_characters_without_a_font_or_an_image_are_no_warnings_and_leave_the_pag
         picture.save("pdf")
         svg = render_svg(picture.figure, description="", prefix="p-")
     assert "法律" in svg and caplog.text.count("No font of matplotlib") == 1
+
+
+def test_what_was_not_measured_is_a_dash_in_descriptions_and_no_number_on_hover():
+    scores = make_scores()
+    scores.nll[0][0] = None
+    perplexities = find_matrices(scores)["perplexity"]
+    matrix = run_figures.draw_matrix(scores, perplexities)
+    curves = run_figures.draw_text_curves(scores, perplexities)
+    for picture in (matrix, curves):
+        description = read_description(picture)
+        assert "–" in description and "nan" not in description
+    texts = [spot.text for spot in matrix.figure.spots if spot.is_cell]
+    assert len(texts) > 1 and not any("nan" in text for text in texts)
 
 
 def find_overlaps(axis):
@@ -71,8 +85,7 @@ def test_the_names_of_stages_do_not_overlap(tokens, names, num_shown):
         training[name] = DataFrame({"lm": np.ones(5)}, index=points)
     figure = run_figures.draw_training(training, stages).figure
     (top_axis,) = figure.axes[0].child_axes
-    shown = [label.get_text() for label in top_axis.xaxis.get_ticklabels()]
-    assert len(shown) == num_shown and find_overlaps(top_axis.xaxis) == []
+    assert len(top_axis.xaxis.get_ticklabels()) == num_shown and find_overlaps(top_axis.xaxis) == []
 
 
 def test_answers_of_which_none_was_measured_have_a_table_without_a_picture():
