@@ -1,5 +1,6 @@
 """The divergence from the base as scores.json has it: means by text with intervals over documents."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ Estimate = list[float | None]  # mean, low and high of the 95 % interval over do
 
 
 def find_mean(documents: Documents, field: str) -> float:
-    """The mean of one of FIELDS per scored token."""
-    return float(documents[FIELDS.index(field)].sum() / documents[FIELDS.index("tokens")].sum())
+    """The mean of one of FIELDS per scored token; nan of a text without any."""
+    num_tokens = documents[FIELDS.index("tokens")].sum()
+    if num_tokens == 0:
+        return math.nan
+    return float(documents[FIELDS.index(field)].sum() / num_tokens)
 
 
 def collect_divergences(
@@ -41,7 +45,12 @@ def collect_divergences(
 
 
 def estimate_mean(texts: Sequence[Documents]) -> Estimate:
-    """The mean over texts, of equal weight, of the divergence per scored token, and its interval."""
+    """The mean over texts, of equal weight, of the divergence per scored token, and its interval; nothing
+    where one of the texts has no scored token."""
+    mean = float(np.mean([find_mean(documents, "kl") for documents in texts]))
+    if math.isnan(mean):
+        return [None, None, None]
+
     samples = []  # for each text a matrix of one row, [1, documents], and the tokens [documents]
     for documents in texts:
         tokens = documents[FIELDS.index("tokens")]
@@ -52,7 +61,6 @@ def estimate_mean(texts: Sequence[Documents]) -> Estimate:
     def compute_mean(means: Array) -> ByMetricAndUnit:  # [draw, 1, text]
         return {"kl": {"nats": means[..., 0, :].mean(-1)}}
 
-    mean = float(np.mean([find_mean(documents, "kl") for documents in texts]))
     intervals = bootstrap(samples, compute_mean, replicates=CHANGE_REPLICATES, adjusted=True)
     low, high = intervals["kl"]["nats"]
     return [to_number(mean), to_number(low), to_number(high)]

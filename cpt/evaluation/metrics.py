@@ -559,7 +559,8 @@ class Change:
 
 def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Iterator[Change]:
     """The change of each text's loss from a model `before` to one `after`. The interval is a bootstrap over
-    documents, drawn alike for both models; its bounds are nan for fewer than MIN_ITEMS documents."""
+    documents, drawn alike for both models; its bounds are nan for fewer than MIN_ITEMS documents. All values
+    of a text without a scored token are nan."""
 
     def compute_difference(means: Array) -> ByMetricAndUnit:
         """The loss after less the one before, [draw], from means [draw, model, 1]."""
@@ -571,6 +572,9 @@ def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Itera
         nll_before, counts = np.asarray(before[text], float)  # [document]: nats, scored tokens
         nll_after, _ = np.asarray(after[text], float)
         is_scored = counts > 0
+        if not is_scored.any():
+            yield Change(text, before=math.nan, after=math.nan, low=math.nan, high=math.nan)
+            continue
         nll_sums = np.stack([nll_before, nll_after])[:, is_scored]  # [model, document]
         scored_counts = counts[is_scored]
 

@@ -1,11 +1,14 @@
 """Intervals cover, p-values are those of all signs, ranks are those of a hand."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from cpt.evaluation.divergence import estimate_mean, find_mean
+from cpt.evaluation.metrics import compare_losses
 from cpt.evaluation.statistics import (
     NUM_RANDOM_FLIPS,
     compare_differences,
@@ -114,3 +117,15 @@ def test_p_over_tasks_is_that_of_all_signs_and_tasks_weigh_alike():
     assert compare_differences([]).n == compare_differences([np.empty(0)]).n == 0
     assert mcnemar(4, 1) == mcnemar(1, 4) == pytest.approx(2 * (1 + 5) / 2**5)
     assert mcnemar(3, 3) == mcnemar(0, 0) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_text_without_a_scored_token_has_no_mean_and_no_interval():
+    for num_documents in (0, 3):
+        losses = {"law": np.zeros((2, num_documents)), "food": np.ones((2, 30))}
+        law, food = compare_losses(["law", "food"], losses, losses)
+        assert np.isnan([law.before, law.after, law.low, law.high]).all()
+        assert food.difference == food.low == food.high == 0
+        assert math.isnan(find_mean(np.zeros((4, num_documents)), "kl"))
+        assert estimate_mean([np.zeros((4, num_documents)), np.ones((4, 30))]) == [None, None, None]
+    assert estimate_mean([np.ones((4, 30))]) == [1, 1, 1]
