@@ -146,6 +146,14 @@ def explain_error(error: BaseException) -> str:
             if match is not None and key.startswith("hydra.") and match[1] in list_config_keys():
                 return describe_missing_key(match[1])
             return f"{key} is invalid: {str(error).splitlines()[0]}. Allowed: ${{KEY}} of an existing key"
+        case omegaconf_errors.GrammarParseError(full_key=key, value=value):
+            # Of a list the key is a number, and of Hydra's own list of arguments the value has the key.
+            has_name = re.fullmatch(r"[\w.]+", str(key)) is not None
+            typed = f"{key}={value}" if has_name else value
+            return (
+                f"{typed} is invalid: ${{ in it begins nothing that can be replaced. "
+                r"Allowed: ${KEY} of an existing key, \${ for these characters"
+            )
         case omegaconf_errors.KeyValidationError(full_key=str(key)):
             return f"{key} is invalid: one of its keys is no text. Allowed: {{NAME: VALUE}}"
         case omegaconf_errors.ConfigTypeError(full_key=str(key)) if VALUE_FOR_SECTION.match(str(error)):

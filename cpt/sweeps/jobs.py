@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -238,9 +239,10 @@ def take_out_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
 def read_scores(folder: Path) -> dict[str, Any]:
     """A run's scores.json; empty if missing or unreadable, which the run's own process will report."""
     try:
-        return json.loads((folder / "scores.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return scores if isinstance(scores, dict) else {}
 
 
 def is_finished_already(cfg: DictConfig, folder: Path) -> bool:
@@ -340,7 +342,7 @@ def summarize_jobs(jobs: Sequence[Job]) -> list[str]:
 
     folders = list(dict.fromkeys(str(job.folder.parent) for job in jobs if job.is_complete))
     if folders:
-        lines.append(f"compare: python -m cpt.report {' '.join(folders)}")
+        lines.append(f"compare: python -m cpt.report {shlex.join(folders)}")
     return lines
 
 

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON
 from cpt.core.run_command import format_install_command
 from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value
+from cpt.core.secrets import redact_override
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
 if TYPE_CHECKING:
@@ -165,12 +167,13 @@ class OptunaSweeper(Sweeper):
                     key, "…", context=f"with hydra.sweeper.{key}s={values}", allowed="one of them"
                 )
         for key, override in space.items():
-            if key in ("seed", "order"):
+            option = key.lstrip("+")
+            if option in ("seed", "order"):
                 raise InvalidOptionError(
                     key,
                     override.get_value_string(),
                     reason="the luckiest would win",
-                    allowed=f"hydra.sweeper.{key}s=[0,1], the values that each trial is averaged over",
+                    allowed=f"hydra.sweeper.{option}s=[0,1], the values that each trial is averaged over",
                 )
 
     def search(
@@ -304,7 +307,7 @@ class OptunaSweeper(Sweeper):
             objective,
             f"{best.value:.{DIGITS}g}",
             best.number,
-            " ".join(overrides),
+            shlex.join(overrides),
             path,
         )
 
@@ -341,8 +344,12 @@ class OptunaSweeper(Sweeper):
     def describe_search(
         self, space: Mapping[str, Override], fixed: Sequence[str], objective: str
     ) -> dict[str, Any]:
-        """What makes a search another one. How a run is carried out (workers, logger) may change."""
-        decisive = [line for line in fixed if not is_execution_key(line.lstrip("+~").partition("=")[0])]
+        """What makes a search another one, without secrets, as it is stored. How a run is carried out
+        (workers, logger) may change."""
+        decisive = []
+        for line in fixed:
+            if not is_execution_key(line.lstrip("+~").partition("=")[0]):
+                decisive.append(redact_override(line))
         return {
             "space": {key: str(override.get_value_string()) for key, override in sorted(space.items())},
             "fixed": sorted(decisive),

@@ -9,8 +9,9 @@ import itertools
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from cpt.core.config import MULTIPLIER, SEARCH, flatten, ignores_multiplier
 from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun
-from cpt.core.naming import UNSAFE, quote
+from cpt.core.naming import make_safe, quote
 from cpt.core.schema import Number, fits
 from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
 from cpt.sweeps.jobs import read_scores
@@ -159,7 +160,7 @@ class TuneSweeper(OptunaSweeper):
         parser = OverridesParser.create(config_loader=self.loader)
         overrides = {override.get_key_element(): override for override in parser.parse_overrides(list(lines))}
         for key, override in overrides.items():
-            if key.lstrip("+").endswith(".score_on"):
+            if key.endswith(".score_on"):
                 raise ValueError(
                     f"{override.input_line} is invalid: searches use valid or dev, final runs test. "
                     "Allowed: without it"
@@ -170,9 +171,10 @@ class TuneSweeper(OptunaSweeper):
         searched: dict[str, Override] = {}
         fixed: list[str] = []
         for key, override in overrides.items():
+            option = key.lstrip("+")
             if not override.is_sweep_override():
                 line = str(override.input_line)
-                if key in self.averaged:  # one seed of the final runs
+                if option in self.averaged:  # one seed of the final runs
                     final_lines.append([line])
                 else:
                     fixed.append(line)
@@ -181,9 +183,9 @@ class TuneSweeper(OptunaSweeper):
             lines_swept = []
             if not override.is_interval_sweep():
                 lines_swept = [f"{key}={value}" for value in list_grid_values(override)]
-            if key in ("seed", "order"):
+            if option in ("seed", "order"):
                 final_lines.append(lines_swept)
-            elif self.loader.get_group_options(key.lstrip("+").partition("@")[0]):
+            elif self.loader.get_group_options(option.partition("@")[0]):
                 groups.append(lines_swept)
             elif len(lines_swept) == 1:
                 fixed.append(lines_swept[0])
@@ -193,6 +195,12 @@ class TuneSweeper(OptunaSweeper):
         candidates = []
         for choices in itertools.product(*groups):
             candidates.append(self.make_candidate(fixed, choices, searched))
+
+        # A variant of a method, as in a file of the user's, may have its name.
+        counts = Counter(candidate.label for candidate in candidates)
+        for index, choices in enumerate(itertools.product(*groups)):
+            if counts[candidates[index].label] > 1:
+                candidates[index] = replace(candidates[index], label=" ".join(choices))
         return candidates, final_lines
 
     def make_candidate(
@@ -250,8 +258,11 @@ class TuneSweeper(OptunaSweeper):
 
         # Each trial has all seeds and orders of hydra.sweeper.seeds and orders: none of them is fixed.
         first_lines = [lines[0] for lines in final_lines]
-        first_run = [line for line in first_lines if line.partition("=")[0] not in self.averaged]
-        folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")
+        first_run = []
+        for line in first_lines:
+            if line.lstrip("+").partition("=")[0] not in self.averaged:
+                first_run.append(line)
+        folder = f"{name}/search/{make_safe(candidate.label)}"
         space = [f"{key}={override.get_value_string()}" for key, override in candidate.space.items()]
 
         # The defaults are the first trial, the others are Optuna's.

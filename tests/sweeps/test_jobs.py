@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from cpt.sweeps.jobs import (
     compose_jobs,
     divide_machine,
     list_visible_gpus,
+    read_scores,
     start_process,
     summarize_jobs,
     take_out_secrets,
@@ -399,6 +401,16 @@ def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places
     # A second start appends to the same console, whose last line is no reason of its failure.
     run_all(jobs[1:2], command=command, environments=[{"QUIET": "1"}], grace=1)
     assert jobs[1].failure() == f"{killed}: (no output)" and jobs[1].console.read_text() == "begun 1\n"
+
+
+def test_the_command_that_compares_is_for_a_shell_and_scores_of_another_form_are_none(tmp_path):
+    job = Job(0, (), "", OmegaConf.create(), tmp_path / "my sweep" / "run", was_finished=True)
+    command = summarize_jobs([job])[-1].removeprefix("compare: python -m cpt.report ")
+    assert shlex.split(command) == [str(tmp_path / "my sweep")]
+    job.folder.mkdir(parents=True)
+    for content in ("[1]", "null", "[" * 100_000, "{"):
+        (job.folder / "scores.json").write_text(content)
+        assert read_scores(job.folder) == {}
 
 
 def test_the_time_left_is_what_runs_say_of_themselves_and_else_that_of_other_jobs(tmp_path, monkeypatch):

@@ -233,10 +233,23 @@ def test_a_folder_of_another_search_is_refused(search, read_refusal):
     assert "direction: " in read_refusal(loss, LR, direction="maximize")
 
 
+def test_a_secret_is_not_stored_with_a_search(search, folder):
+    for _ in range(2):  # the second continues
+        search(loss, LR, "+api_token=hidden-from-view", n_trials=1)
+    journal = (folder / "sweep/study.journal").read_text()
+    assert "+api_token=" in journal and "hidden-from-view" not in journal
+
+
 WRONG = [
     ([LR], {"sampler": "grid"}, "is invalid with sampler=grid"),
     (["steps=1"], {}, "hydra.sweeper.params is missing"),
     ([LR, "seed=3"], {"seeds": [0, 1]}, "hydra.sweeper.seeds=[0, 1]"),
+    ([LR, "seed=0,1"], {}, "seed=0,1 is invalid: the luckiest would win. Allowed: hydra.sweeper.seeds=[0,1]"),
+    (
+        [LR, "++order=0,1"],
+        {},
+        "++order=0,1 is invalid: the luckiest would win. Allowed: hydra.sweeper.orders=",
+    ),
     ([LR, "endtask=none,texts"], {}, "endtask=none,texts is invalid: trials run no end tasks"),
     ([LR, "endtask=texts", "endtask.lr=1,2"], {}, "endtask.lr=1,2 is invalid: trials run no end tasks"),
 ]
@@ -469,6 +482,17 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     ):
         with pytest.raises(ValueError, match=f"{re.escape(override)} is invalid.*{re.escape(reason)}"):
             read_candidate("method=ewc", override)
+
+
+def test_seeds_and_orders_of_final_runs_may_have_a_plus_and_variants_have_labels_of_their_own(tmp_path):
+    _, final_lines = read_candidates("method=ewc", "++seed=0,1", "+order=0,1")
+    assert final_lines == [["++seed=0", "++seed=1"], ["+order=0", "+order=1"]]
+
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method/ewc_strong.yaml").write_text("defaults: [ewc]\nstrength: 5000\n")
+    candidates, _ = read_candidates(f"hydra.searchpath=[{tmp_path}]", "method=ewc,ewc_strong,kd")
+    labels = [candidate.label for candidate in candidates]
+    assert labels == ["method=ewc", "method=ewc_strong", "kd"]
 
 
 def test_every_space_is_of_options_of_its_method_and_has_its_default(composed):
