@@ -147,16 +147,16 @@ def test_a_key_that_no_config_has_is_named_with_the_option_that_takes_it():
 
 
 def test_a_text_with_what_begins_a_reference_says_how_it_is_typed():
-    rest = r" is invalid: ${ in it begins nothing that can be replaced. Allowed: ${KEY} of an existing key, \${ for"
+    reason = r" is invalid: ${ in it begins nothing that can be replaced. Allowed: ${KEY} of an existing key, \${ for"
     contents = {"name=a${b": {"name": "a${b"}, "a.b=${": {"a": {"b": "${"}}, "x${,": {"tags": ["a", "x${,"]}}
     for typed, content in contents.items():
         with pytest.raises(GrammarParseError) as error:
             OmegaConf.create(content)
-        assert explain_error(error.value).startswith(f"{typed}{rest}")
+        assert explain_error(error.value).startswith(f"{typed}{reason}")
     task = OmegaConf.create({"hydra": {"overrides": {"task": []}}})
     with pytest.raises(GrammarParseError) as error:
         task.hydra.overrides.task = ["tags=['${'],[b]"]
-    assert explain_error(error.value).startswith(f"tags=['${{'],[b]{rest}")
+    assert explain_error(error.value).startswith(f"tags=['${{'],[b]{reason}")
 
 
 def test_a_model_that_is_no_choice_may_be_a_name_on_the_hub():
