@@ -6,8 +6,9 @@ In turn: a run under a limit of its data or of its address space (setrlimit) tha
 moment; kill -9, as by the OOM killer, of the largest tokenization process of a run; and of the largest job
 of a sweep. Each has to end with one line about memory and a non-zero exit code, and no process may be left;
 the same command without the limit has to end with the bits of an undisturbed run. A library in Rust or C++
-may end the process in its own words, or hang: that is recorded, what hangs is killed, and the same command
-has to resume."""
+may end the process in its own words, or hang, and so may Python where a thread has no memory to begin
+(github.com/python/cpython/issues/140746): that is recorded, what hangs is killed, and the same command has
+to resume."""
 
 import argparse
 import json
@@ -32,7 +33,10 @@ KINDS = ("data", "address space", "tokenising", "data", "sweep")
 LIMITS = {"data": (60, "RLIMIT_DATA", "VmData:"), "address space": (250, "RLIMIT_AS", "VmSize:")}
 # (MiB that a run takes beyond its start, about; the limit; its line of /proc/self/status)
 MEMORY = re.compile(r"memory|SIGKILL|[Kk]illed")
-OWN_WORDS = re.compile(r"memory allocation of \d+ bytes failed|bad_alloc|OpenBLAS|pthread_create")
+OWN_WORDS = re.compile(
+    r"memory allocation of \d+ bytes failed|bad_alloc|OpenBLAS|pthread_create"
+    "|Exception ignored in thread started by"
+)
 OWN_S = 20.0  # that such a library has to end its process
 LIMITED = """
 import resource, sys
