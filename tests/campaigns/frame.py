@@ -8,7 +8,9 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -61,9 +63,10 @@ def describe_version() -> dict[str, str]:
 
 
 def without_paths(text: str, work_folder: Path) -> str:
-    """A text without the paths of this machine: those below the folder of the trials and below the checkout,
-    which tracebacks name, become relative to it."""
-    return text.replace(f"{work_folder}/", "").replace(f"{ROOT}/", "")
+    """A text without the name of this machine and without its paths: those below the folder of the trials and
+    below the checkout, which tracebacks name, become relative to it."""
+    text = text.replace(f"{work_folder}/", "").replace(f"{ROOT}/", "")
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
 
 
 class Report:
