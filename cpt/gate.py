@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.output import run_program
@@ -40,8 +38,11 @@ NOTE = "the check does not assess the corpus: a model also improves on low-quali
 # What narrows the intervals of texts and of chats, in a new run.
 MORE_TEXT = "more held-out text narrows an inconclusive interval: domains.held_out, eval.max_tokens=null"
 MORE_CHATS = "more chats narrow an inconclusive interval: chats=FILE, chats.generate"
-# By the name of a row of the table, the key of a loss in the scores of chats, and its file.
-CHAT_LOSSES = {"chats": ("nll", LOSSES), "base's answers": ("base_answer_nll", BASE_LOSSES)}
+# By the name of a row of the table, the keys of a loss and of its rise in the scores of chats, and its file.
+CHAT_LOSSES = {
+    "chats": ("nll", "rise", LOSSES),
+    "base's answers": ("base_answer_nll", "base_answer_rise", BASE_LOSSES),
+}
 MAX_SHOWN = 5  # texts that the last line names
 MAX_QUESTION = 60  # characters of a question that the table shows
 
@@ -114,12 +115,12 @@ def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) ->
     chats."""
     changes = []
     last = len(scores.rows) - 1
-    for name, (key, kind) in CHAT_LOSSES.items():
+    for name, (key, rise_key, kind) in CHAT_LOSSES.items():
         mean_by_row = scores.chats.get(key, [])  # nats per token; None of a row that was not measured
         if len(mean_by_row) <= last:
             continue
-        is_measured = mean_by_row[last] is not None
-        if not is_measured and not has_nonfinite_losses(run, scores, row=last, kind=kind):
+        # One that is not finite is null in scores.json, too, but has a rise since the base, of nulls.
+        if mean_by_row[last] is None and scores.chats[rise_key][last] is None:
             continue
         first = 0 if mean_by_row[start_row] is None else start_row
         before = load_losses(find_stored_file(run, scores, row=first, kind=kind))
@@ -147,13 +148,6 @@ def compare_chats(name: str, before: Array, after: Array, *, limit: float) -> Bo
         is_new=False,
         limit=limit,
     )
-
-
-def has_nonfinite_losses(run: RunDir, scores: Scores, *, row: int, kind: str) -> bool:
-    """Whether the chats of a row were measured and some of their losses are not finite: their mean is null in
-    scores.json, as one that was not measured. Raises ValueError for a damaged file."""
-    path = find_chat_file(run.path, scores.rows, row, kind)
-    return path.is_file() and not np.isfinite(load_losses(path).losses).all()
 
 
 def has_answers(scores: Scores) -> bool:

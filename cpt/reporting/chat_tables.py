@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ CHAT_HEAD = (
 )
 ANSWER_HEAD = ("question", "answer of the base", "answer of the last model", "faults of the last answer")
 LOSS_KEYS = ("nll", "rise", "base_answer_nll", "base_answer_rise")  # of the chats in scores.json
+NOT_FINITE = "not finite"
 NUM_LOSS_COLUMNS = 5  # of CHAT_HEAD, with the name of the row
 SHOWN_MEASURES: Mapping[str, Format] = {  # columns of CHAT_HEAD
     "complete": format_percent,
@@ -111,13 +113,23 @@ def find_chat_change(scores: Scores) -> ChatChange | None:
 
 
 def find_loss(chats: Mapping[str, Any], nll_key: str, rise_key: str) -> ChatLoss | None:
-    """One of the losses of a ChatKeys; None where it has not been measured on the base and after a stage."""
+    """One of the losses of a ChatKeys, infinite where it is not finite; None where it has not been measured
+    on the base and after a stage."""
     losses = chats.get(nll_key) or []
-    measured_rows = [row for row, loss in enumerate(losses) if loss is not None]
-    if len(measured_rows) < 2 or measured_rows[0] != 0:
+    rises = chats.get(rise_key) or []
+    measured_rows = [row for row, loss in enumerate(losses) if is_measured(loss, rises[row])]
+    if len(measured_rows) < 2 or measured_rows[0] != 0 or not math.isfinite(losses[0]):
         return None
     last = measured_rows[-1]
-    return ChatLoss(losses[0], losses[last], *chats[rise_key][last])
+    if losses[last] is None or not math.isfinite(losses[last]):
+        return ChatLoss(losses[0], after=math.inf, rise=math.inf, low=math.inf, high=math.inf)
+    return ChatLoss(losses[0], losses[last], *rises[last])
+
+
+def is_measured(loss: float | None, rise: Sequence[float | None] | None) -> bool:
+    """Whether a loss on chats was measured in a row: one that is not finite is null in the file of a run, and
+    has a rise of nulls."""
+    return loss is not None or rise is not None
 
 
 def list_chat_tiles(scores: Scores) -> Cells:
@@ -187,7 +199,7 @@ def format_chats(scores: Scores) -> Cells:
     chats = scores.chats
     for row, name in enumerate(scores.rows[: len(chats["nll"])]):
         answers = chats["answers"][row]
-        if chats["nll"][row] is None and answers is None:
+        if not is_measured(chats["nll"][row], chats["rise"][row]) and answers is None:
             continue
         values = {key: chats[key][row] for key in LOSS_KEYS}
         cells.append([name, *format_row_losses(values), *format_row_answers(answers)])
@@ -208,11 +220,18 @@ def format_derived_chats(folder: Path) -> Cells:
 def format_row_losses(values: Mapping[str, Any]) -> list[str]:
     """The cells of a row's losses, from its values by LOSS_KEYS."""
     return [
-        format_or_dash(values["nll"], format_decimals),
+        format_chat_loss(values["nll"], values["rise"]),
         format_rise(values["rise"]),
-        format_or_dash(values["base_answer_nll"], format_decimals),
+        format_chat_loss(values["base_answer_nll"], values["base_answer_rise"]),
         format_rise(values["base_answer_rise"]),
     ]
+
+
+def format_chat_loss(loss: float | None, rise: Sequence[float | None] | None) -> str:
+    """A loss on chats; a dash where it was not measured."""
+    if is_measured(loss, rise) and (loss is None or not math.isfinite(loss)):
+        return NOT_FINITE
+    return format_or_dash(loss, format_decimals)
 
 
 def format_rise(rise: Sequence[float | None] | None) -> str:

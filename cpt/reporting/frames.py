@@ -319,14 +319,17 @@ def list_chats(scores: Scores) -> ReportedValues:
 
 def list_chat_loss_values(scores: Scores, name: str, *, nll_key: str, rise_key: str) -> ReportedValues:
     """A loss on chats by row, called `name`, and its rise since the base; they are in `scores.chats` under
-    these keys."""
+    these keys. A row whose loss is not finite has none, and a rise of nulls."""
     nll_by_row = scores.chats.get(nll_key, ())
-    for stage, nll in enumerate(nll_by_row):
-        if nll is not None:
-            key = choose_chat_key(name, stage, nll_by_row)
-            yield make_chat_value(scores, stage, name, nll, unit="nats", key=key)
-
     rise_by_row = scores.chats.get(rise_key, ())
+    measured_by_row = []
+    for nll, rise in zip(nll_by_row, rise_by_row, strict=True):
+        measured_by_row.append(rise if nll is None else nll)
+    for stage, measured in enumerate(measured_by_row):
+        if measured is not None:
+            key = choose_chat_key(name, stage, measured_by_row)
+            yield make_chat_value(scores, stage, name, nll_by_row[stage], unit="nats", key=key)
+
     for stage, rise in enumerate(rise_by_row):
         if rise is not None:
             key = choose_chat_key(rise_key, stage, rise_by_row)

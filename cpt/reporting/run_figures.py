@@ -406,11 +406,11 @@ def draw_tasks(kind: str, shares: DataFrame) -> Picture:
 
 
 def draw_chat_losses(scores: Scores) -> Picture:
-    """Two bars for each row in which chats were measured: the loss on the chats' own answers and on the
-    base's, with the interval of the rise since the base. A long run has bars for the base and the last
-    rows."""
+    """Two bars for each row in which chats were measured, and are finite: the loss on the chats' own answers
+    and on the base's, with the interval of the rise since the base. A long run has bars for the base and the
+    last rows."""
     chats = scores.chats
-    measured_rows = [row for row, loss in enumerate(chats["nll"]) if loss is not None]
+    measured_rows = [row for row, loss in enumerate(chats["nll"]) if loss is not None and math.isfinite(loss)]
     shown_rows = [*measured_rows[:1], *measured_rows[1:][-MAX_LISTED:]]
     figure = make_figure((7.0, 1.2 + 0.5 * len(shown_rows)))
     axes = figure.add_subplot()
@@ -420,9 +420,10 @@ def draw_chat_losses(scores: Scores) -> Picture:
         ("base_answer_nll", "base_answer_rise", "the base's answers"),
     )
     for index, (nll_key, rise_key, label) in enumerate(kinds):
-        rows = [row for row in shown_rows if chats[nll_key][row] is not None]
+        losses_by_row = {row: chats[nll_key][row] for row in shown_rows}
+        rows = [row for row, loss in losses_by_row.items() if loss is not None and math.isfinite(loss)]
         bar_positions = [shown_rows.index(row) + 0.35 * index for row in rows]
-        losses = [chats[nll_key][row] for row in rows]
+        losses = [losses_by_row[row] for row in rows]
         axes.barh(bar_positions, losses, height=0.32, color=SERIES[index], label=label)
         for position, loss, row in zip(bar_positions, losses, rows, strict=True):
             rise = chats[rise_key][row]

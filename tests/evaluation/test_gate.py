@@ -99,7 +99,8 @@ def test_chats_whose_loss_is_not_finite_are_no_chats_that_were_not_measured(
             path = find_chat_file(tmp_path, ["base", "law"], row, LOSSES)
             path.parent.mkdir(parents=True)
             save_losses(path, losses)
-    scores = SimpleNamespace(rows=["base", "law"], chats={"nll": means})
+    rises = [None, None if losses_by_row[1] is None else [None] * 3]
+    scores = SimpleNamespace(rows=["base", "law"], chats={"nll": means, "rise": rises})
     changes = gate.judge_chats(RunDir(tmp_path), scores, start_row=0, limit=0.02)
     assert [change.verdict for change in changes] == verdicts
 

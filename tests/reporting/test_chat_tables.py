@@ -5,9 +5,16 @@ import pytest
 
 from cpt.evaluation.chat_answers import ChatAnswer, collect_losses, summarise_rows
 from cpt.evaluation.chat_files import ANSWERS, StoredAnswers, find_chat_file, save_answers
-from cpt.reporting.chat_tables import describe_chats, find_chat_change, judge_change, list_chat_tiles
+from cpt.evaluation.scores import Scores
+from cpt.reporting.chat_tables import (
+    describe_chats,
+    find_chat_change,
+    format_chats,
+    judge_change,
+    list_chat_tiles,
+)
 from cpt.reporting.console import format_scores
-from cpt.reporting.frames import list_chat_points, summarize_scores
+from cpt.reporting.frames import list_chat_points, list_chats, summarize_scores
 from cpt.reporting.load_runs import measure_run
 from cpt.reporting.model_card import write_model_card
 from cpt.reporting.run_page import write_report
@@ -134,3 +141,20 @@ def test_numbers_of_chats_are_those_of_frames_curves_and_comparisons():
         == describe_chats(make_scores())
         == list_chat_points(make_scores())
     )
+
+
+def test_a_loss_that_is_not_finite_is_not_replaced_by_that_of_an_earlier_row(tmp_path):
+    chats = chats_of(0.1, 0.1)
+    for key in ("", "base_answer_"):
+        chats[f"{key}nll"][1] = chats[f"{key}nll"][2]
+        chats[f"{key}rise"][1] = chats[f"{key}rise"][2]
+        chats[f"{key}nll"][2] = float("nan")
+        chats[f"{key}rise"][2] = [float("nan"), None, None]
+    scores_with(chats).save(tmp_path / "scores.json")
+    stored = Scores.load(tmp_path / "scores.json")
+    for scores in (scores_with(chats), stored):
+        assert "1.000 nats at the base, inf now" in describe_chats(scores)[0]
+        assert judge_change(find_chat_change(scores)).startswith("hurt")
+        assert format_chats(scores)[-1][1:5] == ["not finite", "–", "not finite", "–"]
+        values = {reported.key: reported.value for reported in list_chats(scores)}
+        assert values["chat/loss/base"] == 1 and not np.isfinite(values["chat/loss"] or np.nan)
