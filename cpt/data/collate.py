@@ -26,7 +26,7 @@ class Batch(TypedDict, total=False):
     positions: Tensor  # [K], ascending: the scored places of the model's output, flattened row after row
     targets: Tensor  # [K]: the token to predict there
     rows: Tensor  # [K]: the row of each scored place
-    domains: Tensor  # [B]: the index of each row's domain in the order, -1 for general text
+    domains: Tensor  # [B]: the index of each row's domain in the order, -1 for other text
     weight: Tensor  # scalar: the factor of each scored place's loss
     mean_rows: Tensor  # scalar, in training: rows of a step over the parts that it is divided into
     parts: Tensor  # [B], of a mixture: the part that each row is of, as numbered by Mixture.part_names

@@ -11,11 +11,11 @@ from cpt.core.randomness import key, permute, sample_keys
 from cpt.data.collate import Batch, Collator, Rows, make_idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
-from cpt.data.replay import NEW, PAST, ReplayPool, Samples
+from cpt.data.replay import NEW, PAST, ReplayPool, Samples, SourcePool
 from cpt.data.sources.base import DOCUMENT_MASK, NONE
 
 NUM_LOCATED_STEPS = 32  # steps
-NO_DOMAIN = -1  # the index of the domain of general text
+NO_DOMAIN = -1  # the index of the domain of general text, and of the sources of replay
 
 
 @dataclass(eq=False, repr=False)
@@ -44,15 +44,17 @@ class TrainStream(Dataset):
     def __post_init__(self) -> None:
         share_batch(self.batch_size, accumulate=self.accumulate, world=self.world)
         self.names = list(self.stage_texts)
-        names = [*self.names]
+        domains = [self.domain_indices.get(name, NO_DOMAIN) for name in self.names]
         self.texts = [*self.stage_texts.values()]  # then those of each pool, recovery last
         pools = [*self.pools]
         if self.recovery is not None:
             pools.append(self.recovery)
         for pool in pools:
-            names += pool.texts.keys()
             self.texts += pool.texts.values()
-        self.domains = np.array([self.domain_indices.get(name, NO_DOMAIN) for name in names])
+            # A source of replay is no domain, whatever its name is.
+            indices = {} if isinstance(pool, SourcePool) else self.domain_indices
+            domains += [indices.get(name, NO_DOMAIN) for name in pool.texts]
+        self.domains = np.array(domains)
         if self.part_names:
             self.number_parts(pools)
 

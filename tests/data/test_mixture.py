@@ -290,6 +290,7 @@ def test_batches_have_their_shares_of_all_parts_and_count_them(mode, processes):
             world=world,
             pools=mixture.pools([64]),
             part_names=mixture.part_names,
+            domain_indices={"a": 0, "now": 1},  # a source may have the name of a domain
         )
         batches.append([stream[number] for number in range(len(stream))])
 
@@ -299,6 +300,7 @@ def test_batches_have_their_shares_of_all_parts_and_count_them(mode, processes):
         for batch in rank_batches:
             counted += torch.bincount(batch["parts"], minlength=5)
             assert torch.equal(batch["part_weights"], torch.where(batch["parts"] == 4, 3.0, 1.0))
+            assert torch.equal(batch["domains"], torch.where(batch["parts"] == 0, 1, -1))
     assert counted.tolist() == [num_new, 0, 0, 16, 8]
     # The counts are of whole steps, and alike in all processes and micro-batches.
     total = sum(batch["part_counts"] for batch in batches[-1][::accumulate])
