@@ -160,6 +160,7 @@ def test_chats_are_read_from_lines_of_json_and_from_parquet_and_bad_ones_stop_or
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ({"path": "./chats"}, "sources.a.path=./chats is invalid: there is no such file or folder"),
         (
             {"path": "no/file.jsonl"},
             r"sources.a.path=no/file.jsonl is invalid: there is no such file or folder",

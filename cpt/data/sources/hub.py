@@ -14,17 +14,29 @@ from annotated_types import Predicate
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import DELAY, make_progress_bar
-from cpt.core.messages import count_noun
+from cpt.core.messages import count_noun, find_similar_path
 from cpt.core.schema import Allowed, Count, Options, Text, config, fits, option, read_options
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
-from cpt.data.sources.files import find_cause_message, find_splits_by_name, stamp_files
+from cpt.data.sources.files import find_cause_message, find_splits_by_name, find_suffix, stamp_files
 from cpt.data.sources.readers import Oddities, clean_documents, select_column_texts
 
 log = logging.getLogger(__name__)
 # RuntimeError: a script; ImportError: a column that needs a package to be decoded.
 READ_ERRORS = (OSError, RuntimeError, ImportError, pa.ArrowException, UnicodeDecodeError)
+LOCAL_BEGINNINGS = ("/", "./", "../", "~/")  # of paths that cannot be names on the Hub
+FILE_READERS = {  # what `datasets` calls the reader of a kind of files
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
@@ -93,6 +105,7 @@ class Hub(Source):
             if not isinstance(entry, Mapping):
                 raise InvalidOptionError(f"catalogue.{name}", entry, allowed="{path: ag_news, …}")
             read_options(Entry, entry, section=f"catalogue.{name}")
+            check_local_path(entry["path"], option=f"catalogue.{name}.path")
         if self.general is not None and self.general not in self.catalogue:
             raise InvalidOptionError("general", self.general, allowed=f"null, {', '.join(self.catalogue)}")
 
@@ -216,6 +229,28 @@ class Hub(Source):
         return {**entry, "path": os.path.expanduser(entry["path"])}
 
 
+def check_local_path(path: str, *, option: str) -> None:
+    """Raises InvalidOptionError for a path on this machine that `datasets` would look for on the Hub: of a
+    single file, and of a folder that is not there."""
+    local_path = os.path.expanduser(path)
+    reader = FILE_READERS.get(find_suffix(Path(path)))
+    if reader is not None and os.path.isfile(local_path):
+        raise InvalidOptionError(
+            option,
+            path,
+            reason="it is a file",
+            allowed=f"{{path: {reader}, data_files: {path}}}, or a folder",
+        )
+    if path.startswith(LOCAL_BEGINNINGS) and not os.path.exists(local_path):
+        raise InvalidOptionError(
+            option,
+            path,
+            reason="there is no such folder",
+            meant=find_similar_path(Path(local_path)),
+            allowed="a folder, or a name on the Hub like ag_news",
+        )
+
+
 def find_local_files(entry: Mapping[str, Any]) -> Iterator[Path]:
     """The files on this machine that an entry names: by its path, then by `data_files`."""
     paths = [entry["path"]]
@@ -325,10 +360,12 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
 
 
 def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
+    """The files that `data_files` names, by split, in Python's own types, with the home folder in place of ~;
+    train where there are no splits."""
     files: Any = entry.get("data_files") or {}
     by_split = files if isinstance(files, Mapping) else {"train": files}
     lists = {}
     for split, paths in by_split.items():
-        lists[str(split)] = [paths] if isinstance(paths, str) else list(paths)
+        list_of_paths = [paths] if isinstance(paths, str) else paths
+        lists[str(split)] = [os.path.expanduser(path) for path in list_of_paths]
     return lists or None

@@ -54,7 +54,7 @@ from cpt.data.sources.readers import (
 log = logging.getLogger(__name__)
 MESSAGES = "messages"  # the format of chats
 TRAIN = "train"
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FORMAT = 1  # part of every stamp: raise it when other documents are read of the same files
 
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -374,6 +375,22 @@ def test_a_data_set_that_the_library_does_not_read_is_reported_in_a_line(files, 
     with pytest.raises(ValueError, match=f"^domains.catalogue.news.* is invalid: .*{reason}") as error:
         list(source.read("news"))
     assert "\n" not in str(error.value)
+
+
+def test_a_path_on_this_machine_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_packed(tmp_path / "news" / "x.jsonl", json.dumps({"text": "One."}) + "\n")
+    for path in ("news/x.jsonl", "~/news/x.jsonl", str(tmp_path / "news/x.jsonl")):
+        reason = f"path={path} is invalid: it is a file. Allowed: {{path: json, data_files: {path}}}"
+        with pytest.raises(InvalidOptionError, match=re.escape(reason)):
+            open_hub({"path": path})
+        documents = list(open_hub({"path": "json", "data_files": path}).read("news"))
+        assert documents == [("train", "One.")]
+    for path in ("./new", "~/new", "../new", str(tmp_path / "new")):
+        with pytest.raises(InvalidOptionError, match=f"path={path} is invalid: there is no such folder"):
+            open_hub({"path": path})
+    open_hub({"path": "user/news"}), open_hub({"path": "./news"}), open_hub({"path": "."})
 
 
 def test_a_network_that_fails_while_rows_are_read_is_no_fault_of_the_rows(monkeypatch):
