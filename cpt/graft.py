@@ -121,8 +121,14 @@ def check_weight(weight: float) -> None:
 
 
 def describe_graft(instruct: str, base: str, *, weight: float) -> str:
-    """How a model is made, in one sentence without paths."""
-    return f"The run's last model + {weight:g} x ({Path(instruct).name} - {Path(base).name}), by tensor"
+    """How a model is made, in one sentence without paths. No digit of the weight is rounded away: it
+    distinguishes models of two weights.
+
+    >>> describe_graft("a/tuned", "a/base", weight=1.0)
+    "The run's last model + 1 x (tuned - base), by tensor"
+    """
+    weight_text = str(weight).removesuffix(".0")
+    return f"The run's last model + {weight_text} x ({Path(instruct).name} - {Path(base).name}), by tensor"
 
 
 def hash_checkpoints(*names: str) -> str:

@@ -134,6 +134,11 @@ def test_the_sum_by_tensor_has_its_row_on_the_page_and_leaves_the_run_whole(
     assert chats["nll"] == pytest.approx(chats["tuned_nll"], abs=1e-5)
 
 
+def test_close_weights_have_descriptions_of_their_own():
+    descriptions = {graft.describe_graft("tuned", "base", weight=weight) for weight in (0.3, 0.3000001)}
+    assert len(descriptions) == 2
+
+
 def test_a_sum_is_computed_in_32_bits_and_keeps_the_type_of_the_run():
     run, base, tuned = (torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 256.0, 257.0))
     total = add_residual(run, base, tuned.float() + 0.5, 0.5)
