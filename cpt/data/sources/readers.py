@@ -536,23 +536,38 @@ def read_json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reje
     """The values of a file with one on each line, or with a single array of them. `reject` is called for a
     line that is not JSON; a damaged array is always an error."""
     numbered = enumerate(read_lines(path, oddities), start=1)
-    is_first = True
-    for number, line in numbered:
-        if not line.strip():
-            continue
+    lines = ((number, line) for number, line in numbered if line.strip())
+    first = next(lines, None)
+    if first is None:
+        return
+    first_number, first_line = first
+    further_lines: Iterable[tuple[int, str]] = lines
+    if first_line.lstrip().startswith("["):
         # An array may be on any number of lines, so all of it is read before the first value.
-        if is_first and line.lstrip().startswith("["):
-            array = line + "".join(text for _, text in numbered)
-            for position, value in enumerate(parse_json(array, path, number), start=1):
+        further_lines = list(lines)
+        has_array_on_each_line = bool(further_lines) and is_json(first_line)
+        if not has_array_on_each_line:
+            array = "".join([first_line, *(line for _, line in further_lines)])
+            for position, value in enumerate(parse_json(array, path, first_number), start=1):
                 yield f"{path}, value {position}", value
             return
-        is_first = False
+
+    for number, line in chain([first], further_lines):
         try:
             value = parse_json(line, path, number)
         except ValueError as error:
             reject(error)
             continue
         yield f"{path}, line {number}", value
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is a whole JSON value."""
+    try:
+        DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def parse_json(text: str, path: Path, number: int) -> Any:

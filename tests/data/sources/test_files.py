@@ -300,6 +300,21 @@ def test_delimiters_at_the_ends_of_all_lines_are_columns_without_a_name(tmp_path
         read_documents(tmp_path)
 
 
+def test_an_array_on_each_line_is_a_row_each_and_one_on_many_lines_is_all_rows(tmp_path):
+    path = tmp_path / "x.jsonl"
+    write(path, "\n[1]\n\n[2, 3]\n")
+    assert list(read_file_rows(path)) == [(f"{path}, line 2", [1]), (f"{path}, line 4", [2, 3])]
+    for text in ("[1,\n2]\n", "[\n1\n,2]", "\n\n[1, 2]\n\n"):
+        write(path, text)
+        assert list(read_file_rows(path)) == [(f"{path}, value 1", 1), (f"{path}, value 2", 2)]
+    write(path, "[1]\n[2\n")
+    with pytest.raises(ValueError, match="x.jsonl, line 2 is not JSON: Expecting ',' delimiter"):
+        list(read_file_rows(path))
+    write(tmp_path / "a" / "x.jsonl", '["One."]\n["Two."]\n')
+    with pytest.raises(ValueError, match=r"x.jsonl, line 1 has no column 'text'; it has \['One."):
+        read_documents(tmp_path)
+
+
 def test_a_column_that_is_there_twice_is_refused_where_it_is_read(tmp_path):
     table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["id", "id", "text"])
     (tmp_path / "a").mkdir()
