@@ -141,7 +141,7 @@ def quote(text: str) -> str:
     """A text as Hydra takes it on the command line: in quotes where it would read something else.
 
     >>> print(quote("law"), quote("3.10"), quote("a,b"), quote("null"))
-    law '3.10' 'a,b' 'null'
+    law "3.10" "a,b" "null"
     """
     if PLAIN.fullmatch(text):
         override = OverridesParser.create().parse_override(f"key={text}")
@@ -151,16 +151,16 @@ def quote(text: str) -> str:
 
 
 def quote_list(texts: Iterable[str]) -> str:
-    """A list of texts as Hydra takes it, like `[law,'3.10']`."""
+    """A list of texts as Hydra takes it, like `[law,"3.10"]`."""
     return f"[{','.join(map(quote, texts))}]"
 
 
 def put_in_quotes(text: str) -> str:
-    """A text in quotes of Hydra's grammar, in which a backslash counts only before a quote, and with `${` as
-    OmegaConf takes it for text."""
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text.replace("${", r"\${"))
+    """A text in double quotes of Hydra's grammar, in which a backslash counts only before such a quote, and
+    with `${` as OmegaConf takes it for text. In a shell it is most often within single quotes."""
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', text.replace("${", r"\${"))
     escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
-    return f"'{escaped}'"
+    return f'"{escaped}"'
 
 
 @functools.lru_cache  # the config asks again wherever a name is interpolated
