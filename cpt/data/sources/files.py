@@ -252,11 +252,15 @@ def make_ignore_patterns(paths: Sequence[Path]) -> list[str]:
 
 def format_ignore(patterns: Iterable[str]) -> str:
     """`domains.ignore` with patterns, to be typed into a shell."""
-    texts = []
-    for pattern in dict.fromkeys(patterns):
-        is_plain_pattern = PLAIN_PATTERN.fullmatch(pattern) is not None
-        texts.append(pattern if is_plain_pattern else quote(pattern))
+    texts = map(quote_pattern, dict.fromkeys(patterns))
     return shlex.quote(f"domains.ignore=[{','.join(texts)}]")
+
+
+def quote_pattern(pattern: str) -> str:
+    """A pattern as Hydra takes it: in double quotes where these do, which a shell leaves within its own."""
+    quoted = pattern if PLAIN_PATTERN.fullmatch(pattern) else quote(pattern)
+    has_other_signs = any(sign in pattern for sign in ('"', "\\", "${"))
+    return quoted if quoted == pattern or has_other_signs else f'"{pattern}"'
 
 
 def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> FolderFiles:
