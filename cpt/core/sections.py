@@ -95,6 +95,25 @@ class Choice:
             return self.load()(*shared, **self.options)
         return self.load()(self.options, *shared)
 
+    def check_call(self, section: str, *, num_shared: int) -> None:
+        """Raises ValueError for a class without Options that `make` cannot call with the arguments in its
+        section and `num_shared` shared ones."""
+        if not isinstance(self.options, Mapping):
+            return
+        signature = inspect.signature(self.load())
+        shared = [None] * num_shared
+        try:
+            signature.bind(*shared, **self.options)
+        except TypeError as error:
+            name = self.target.rpartition(".")[2]
+            raise InvalidOptionError(
+                f"{section}._target_",
+                self.target,
+                context=f"with {', '.join(self.options)}",
+                reason=f"its module has no {name}Options, and {name} does not take them ({error})",
+                allowed=f"a class whose module has a @config class {name}Options",
+            ) from error
+
     def load(self) -> Any:
         """The class or function; raises ValueError if it does not exist or is of another kind."""
         loaded = load_target(self.target)

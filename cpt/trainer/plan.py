@@ -404,6 +404,7 @@ def check_conflicts(plan: Plan) -> None:
             allowed="a causal model, or an encoder-decoder",
         )
 
+    check_custom_classes(plan)
     if plan.has_branches:
         check_branches(plan)
     if plan.model.quantization != "none":
@@ -433,6 +434,16 @@ def check_conflicts(plan: Plan) -> None:
     check_optimizer_kind(plan)
     if is_sharded:
         check_sharding(plan)
+
+
+def check_custom_classes(plan: Plan) -> None:
+    """Raises ValueError for classes of the user's that do not take the arguments in their sections."""
+    plan.method.check_call("method", num_shared=1)
+    mask_names = [name for name, entry in plan.settings["mask"].items() if entry is not None]
+    for name, mask in zip(mask_names, plan.masks, strict=True):
+        mask.check_call(f"mask.{name}", num_shared=0)
+    if plan.loss is not None:
+        plan.loss.check_call("loss", num_shared=0)
 
 
 def check_monitored_chats(plan: Plan) -> None:

@@ -40,7 +40,7 @@ budget=drift budget.general=1 method=dga
 method=agem method.apply_to=update method.margin=1 | method=derpp method.buffer_size=0
 method=hat method.units=[] | method=ewc +method.strenght=1 | method._target_=cpt.methods.ewc.ECW
 mask=migu mask.migu.top_p=0.9 | mask=migu mask.migu.backend=backward mask.migu.importance=gradient
-lr_scheduler._target_=functools.partial | domains._target_=collections.Counter
+method._target_=tests.support.hook_methods.Companions +method.strength=1 | lr_scheduler._target_=functools.partial | domains._target_=collections.Counter
 +mask.mine=5 | replay=past replay.general_ratio=0.9 | replay=general replay.buffer_size=5
 replay=generated strategy=fsdp | model.vocab_size=null | domains=texts domains.root=nowhere
 domains=tasks domains.packing=concat | order=similar_tree | domains=hub
