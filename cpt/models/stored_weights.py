@@ -117,7 +117,7 @@ def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
     file_names = dict[str, str]()
     for path in files:
         try:
-            stored = load_state_dict(path, map_location="meta")
+            stored = load_state_dict(str(path), map_location="meta")
         except Exception as error:  # safetensors and torch have exceptions of their own
             raise ValueError(
                 f"{path} is truncated or damaged ({find_reason(error)}); copy or download it again"
@@ -191,7 +191,7 @@ def find_non_finite(files: Iterable[Path]) -> list[str]:
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a file by name."""
     if path.suffix != ".safetensors":
-        yield from load_state_dict(path, map_location="cpu").items()
+        yield from load_state_dict(str(path), map_location="cpu").items()
         return
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  (it is not a mapping)
