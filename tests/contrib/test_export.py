@@ -43,7 +43,7 @@ def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(cache, t
     main([str(out), *options, "model.vocab_size=300", "order=[law]", "answers.max_documents=5"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == "cpt_law: 5 examples"
-    harness_options = ["benchmark=lm_eval", f"benchmark.include='{out}'", "benchmark.tasks=[cpt_tasks]"]
+    harness_options = ["benchmark=lm_eval", f'benchmark.include="{out}"', "benchmark.tasks=[cpt_tasks]"]
     assert shlex.split(second) == harness_options
     ids = {row["id"] for row in rows(out, "law")}
     assert len(ids) == 5 and ids != {f"law-test-{number}" for number in range(5)}  # a draw

@@ -114,7 +114,8 @@ def test_a_folder_of_one_domain_in_place_of_the_folder_of_all_is_refused(tmp_pat
         ValueError, match=r"no sub-folder of a domain, but 2 text files \(a.txt, b.md\)"
     ) as error:
         open_texts(root)
-    assert f"""domains.root={tmp_path} {shlex.quote("order=['hand book']")}""" in str(error.value)
+    order = shlex.quote('order=["hand book"]')
+    assert f"domains.root={tmp_path} {order}" in str(error.value)
     with pytest.raises(ValueError, match=f"there is no folder .*Did you mean {root}"):
         open_texts(tmp_path / "handbook")
 
