@@ -305,7 +305,7 @@ def test_the_gate_judges_chats_and_broken_answers(chat_run, tmp_path, capsys):
 
     # A limit on answers that were not asked for is not met.
     scores = json.loads((run / "scores.json").read_text())
-    for key in ("nll", "base_answer_nll", "answers"):
+    for key in ("nll", "rise", "base_answer_nll", "base_answer_rise", "answers"):
         scores["chats"][key] = [None, None]
     (run / "scores.json").write_text(json.dumps(scores))
     assert judged()[0] == 0
