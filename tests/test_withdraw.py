@@ -16,11 +16,15 @@ from cpt.adapters.domain_store import DomainParams, Router, Scope
 from cpt.data import corpora
 from cpt.data.corpora import SharedDocuments
 from cpt.evaluation.derived_rows import DerivedRow
+from cpt.reporting.run_tables import describe_quantization
 from cpt.trainer.checkpoint import load_stage
+from cpt.trainer.reduced_run import Reduction, reduce_scores
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.withdrawal import drop_source, has_rows_of, is_constant, is_source, why_not_left_out
-from tests.runs.reading import assert_same_bits, same_state, scores_of, state_of, times
+from tests.runs.reading import assert_same_bits, read_scores, same_state, scores_of, state_of, times
 from tests.support.campaign import run_few
+from tests.support.example_runs import DOMAINS, make_scores
+from tests.support.task_fixtures import write_tasks
 
 THREE = "order=[law,food,space]"
 FEW = "trainer.steps=2"
@@ -166,6 +170,38 @@ def test_an_adapter_is_subtracted_from_those_that_follow(method, small, start, t
     assert RunDir(run).find_damaged_outputs(full=True) == []
 
 
+def test_modules_that_are_trained_fully_are_subtracted_with_the_adapters(small_gpt2, start, tmp_path, capsys):
+    method = ["method=inclora", "method.adapter_storage=separate", "method.modules_to_save=[ln_f]"]
+    for name, options in (("few", []), ("run", ["save_all_stages=true"])):
+        start(small_gpt2(THREE, FEW, *method, "optim.lr=0.05", *options), tmp_path / name)
+    with pytest.raises(SystemExit):
+        withdraw.main([str(tmp_path / "few"), "food", "--form=subtracted"])
+    assert "no file of stage 1 (save_all_stages=true keeps them)" in capsys.readouterr().err
+
+    run = tmp_path / "run"
+    arguments = [str(run), "food", "--form=subtracted", "--output", str(run / "without_food")]
+    assert withdraw.main(arguments) == 0
+    name = "transformer.ln_f.weight"
+    stages = [load_stage(run / "stages" / f"00{number}.pt")[f"model.{name}"] for number in (1, 2, 3)]
+    reduced = load_file(run / "without_food" / "model.safetensors")[name]
+    task_vector = stages[1] - stages[0]
+    assert torch.allclose(reduced, stages[2] - task_vector, atol=1e-6) and task_vector.abs().max() > 1e-3
+
+
+def test_norms_of_dora_are_of_the_weights_that_are_left(small, start, tmp_path):
+    run = tmp_path / "run"
+    method = ["method=merge_lora", "method.rule=task_arithmetic", "method.use_dora=true"]
+    start(small(THREE, FEW, *method, "optim.lr=0.05", "save_all_stages=true"), run)
+    arguments = [str(run), "food", "--form=subtracted", "--output", str(run / "without_food")]
+    assert withdraw.main(arguments) == 0
+    name = "model.layers.0.mlp.Wi"
+    key = f"model.{name}.base_layer.weight"
+    stages = [load_stage(run / "stages" / f"00{number}.pt")[key] for number in (1, 2, 3)]
+    reduced = load_file(run / "without_food" / "model.safetensors")[f"{name}.weight"]
+    task_vector = stages[1] - stages[0]
+    assert torch.allclose(reduced, stages[2] - task_vector, atol=1e-6) and task_vector.abs().max() > 1e-3
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("rule", ["task_arithmetic", "average"])
 def test_merged_weights_are_those_of_the_other_domains(rule, small, start, tmp_path):
@@ -185,6 +221,71 @@ def test_merged_weights_are_those_of_the_other_domains(rule, small, start, tmp_p
     assert torch.allclose(reduced[name], expected, atol=1e-6)
 
 
+EACH = ["answers.when=each", "answers.max_new_tokens=4", "divergence=base", "monitor.every=1"]
+
+
+def test_what_was_measured_on_other_domains_stays(small_gpt2, start, tmp_path, capsys):
+    """Answers and divergences after stages whose weights were not kept, monitoring, the mixture."""
+    names = ["law", "food", "space"]
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    write_tasks(tasks, names, train=20, test=6)
+    options = ["domains=tasks", f"domains.root={tasks}", "model.max_seq_length=160", FEW, *EACH]
+    options += [*OWN_MODULES["lora"], "routing@method.routing=domain"]
+    start(small_gpt2(THREE, *options), tmp_path / "run")
+    scores = read_scores(tmp_path / "run")
+
+    for domain, rows in (("law", [0, 2, 3]), ("food", [0, 1, 3]), ("space", [0, 1, 2])):
+        folder = tmp_path / f"without_{domain}"
+        assert withdraw.main([str(tmp_path / "run"), domain, "--output", str(folder)]) == 0
+        reduced = read_scores(folder)
+        left_domains = [name for name in names if name != domain]
+        assert reduced["run"]["finished"] and [*reduced["answers"]["tasks"]] == left_domains
+        for task in left_domains:
+            for measure, values in scores["answers"]["tasks"][task]["measures"].items():
+                expected = [values[row] for row in rows]
+                assert reduced["answers"]["tasks"][task]["measures"][measure] == expected
+        for row, old_row in enumerate(rows):
+            kl = dict(scores["divergence"]["kl"][old_row])
+            del kl[domain]
+            assert reduced["divergence"]["kl"][row] == kl
+        assert [*reduced["monitor"]] == left_domains and domain not in json.dumps(reduced["monitor"])
+        assert not list(folder.rglob(f"*/{domain}*")) and verify.main([str(folder)]) == 0
+        assert {*reduced["phases"]["learn"]} == {*left_domains}
+    assert "The report could not be made" not in capsys.readouterr().err
+
+
+def test_a_run_with_generated_text_continues_with_what_it_has_kept_of_other_domains(
+    small_gpt2, start, tmp_path
+):
+    options = [FEW, "replay=generated", "replay.past_ratio=0.5", "replay.prefix=3", "replay.starts=5"]
+    options += ["replay.batch_size=4", "save_all_stages=true"]
+    start(small_gpt2(THREE, *options), tmp_path / "run")
+    assert withdraw.main([str(tmp_path / "run"), "food", "--output", str(tmp_path / "rest")]) == 0
+    memory_folder = tmp_path / "rest" / "generated" / "kept"
+    assert sorted(path.name for path in memory_folder.iterdir()) == ["law.json", "space.json"]
+    cfg = small_gpt2("order=[law,space]", *options)
+    start(cfg, tmp_path / "rest")
+    start(cfg, tmp_path / "fresh")
+    assert_same_bits(tmp_path / "rest", tmp_path / "fresh")
+
+
+def test_the_scores_of_a_reduced_run_are_of_its_own_stages_and_texts():
+    unquantized = {"law": 1.0, "food": 2.0, "space": 3.0, "general": 4.0}
+    part = {"asked_share": 1.0, "rows": 8, "tokens": 64, "scored": 56, "epochs": None}
+    mixture = {name: {"new": part} for name in DOMAINS}
+    scores = make_scores(grown=[1, 2], unquantized=unquantized, mixture=mixture)
+    grown_without = {"law": [1], "food": [1, 1], "space": [1, 2]}
+    for number, domain in enumerate(DOMAINS, start=1):
+        left_domains = [name for name in DOMAINS if name != domain]
+        rows = [row for row in range(4) if row != number]
+        reduction = Reduction(domain=domain, order=left_domains, rows=rows, keeps_cell=lambda row, text: True)
+        reduced = reduce_scores(scores, reduction)
+        assert reduced.grown == grown_without[domain] and [*reduced.mixture] == left_domains
+        assert describe_quantization(reduced) and [*reduced.unquantized] == [*left_domains, "general"]
+        assert [*reduced.activity_seconds["learn"]] == left_domains
+
+
 def make_module(*, sources=None):
     """A method with modules per domain alone, or one whose modules are copies."""
     model = nn.Linear(2, 2)
@@ -194,13 +295,16 @@ def make_module(*, sources=None):
 
 
 def make_plan(**changes):
-    values = {"masks": (), "carry": "none", "start": "base", "past_ratio": 0.0, "budget": False, **changes}
+    values = {"masks": (), "carry": "none", "start": "base", "past_ratio": 0.0, "budget": False}
+    values.update(stop=None)
+    values.update(changes)
     return SimpleNamespace(
         names={"method": "lora"},
         masks=values["masks"],
         carry=values["carry"],
         mixture=SimpleNamespace(past_ratio=values["past_ratio"]),
         observer=SimpleNamespace(is_active=values["budget"]),
+        monitor=SimpleNamespace(stop=values["stop"], past=4),
         method=SimpleNamespace(options=SimpleNamespace(start=values["start"])),
     )
 
@@ -213,6 +317,7 @@ def make_plan(**changes):
         ({"masks": ("soft",)}, "statistics"),
         ({"carry": "moments"}, "optim.state_across_domains=moments"),
         ({"budget": True}, "budget"),
+        ({"stop": 0.1}, "monitor.stop=0.1"),
         ({"start": "previous"}, "method.start=previous"),
     ],
 )

@@ -26,6 +26,7 @@ from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.withdrawals import WITHDRAWN_FILE
 from cpt.methods.base import ContinualMethod
 from cpt.trainer.run_dir import RunDir
 
@@ -103,11 +104,13 @@ class FileEvaluator(Evaluator):
         return bool(all_reduce_max(len(self.missing_requests(number))))
 
     def report_lost_weights(self, number: int, scores: Scores) -> None:
-        """Logs it for a run that was extended, which had removed the weights of its stages.
+        """Logs it for a run that was extended, which had removed the weights of its stages, and for one that
+        was made of another run by giving a domain back.
 
         Raises InvalidOptionError in any other run."""
         row = scores.rows[number]
-        if number <= max(scores.grown, default=0):
+        is_reduced = (self.run.path / WITHDRAWN_FILE).exists()
+        if is_reduced or number <= max(scores.grown, default=0):
             log.info(
                 "Skipping %s after %s: its weights were not kept (save_all_stages=true keeps them)",
                 self.GROUP,

@@ -3,23 +3,28 @@ is. The folder is that of a run whose order never had the domain: the command of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.core import files
 from cpt.core.exceptions import DamagedFileError
 from cpt.core.naming import quote_list
+from cpt.evaluation.predictions import answers_file, file_name
 from cpt.evaluation.scores import ACTIVITIES, COST_COLUMNS, Scores
-from cpt.trainer.extension import copy_entry, link_entry
+from cpt.trainer.divergence_evaluator import FILE as DIVERGENCE_FILE
+from cpt.trainer.extension import copy_entry, link_entry, link_file
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import MICRO_BATCH_FILE, RunDir
 
 KeepCell = Callable[[int, str], bool]  # whether the cell of a row of the run and a text stays as it is
+ENDTASKS, ANSWERS = "endtasks", "answers"  # folders of results, of tasks by the names of domains
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,10 @@ class Reduction:
     order: Sequence[str]
     rows: Sequence[int]  # of the matrix, by their numbers in the finished run
     keeps_cell: KeepCell  # other cells are measured again, or missing
+
+    def keeps_text(self, row: int, text: str) -> bool:
+        """Whether what was measured on a text in a row stays."""
+        return text != self.domain and self.keeps_cell(row, text)
 
 
 def reduce_scores(scores: Scores, reduction: Reduction) -> Scores:
@@ -60,14 +69,37 @@ def reduce_scores(scores: Scores, reduction: Reduction) -> Scores:
         reduced.modules.append({text: weights[text] for text in kept_texts})
 
     reduced.run = {**scores.run, "order": list(reduction.order), "finished": False}
-    reduced.monitor = {stage: record for stage, record in scores.monitor.items() if stage in reduced.rows}
-    reduced.grown = [number for number in scores.grown if number < len(reduced.rows)]
+    reduced.monitor = {}
+    for stage, record in scores.monitor.items():
+        if stage in reduced.rows:
+            reduced.monitor[stage] = remove_monitored(record, reduction.domain)
+    reduced.mixture = {stage: parts for stage, parts in scores.mixture.items() if stage in reduced.rows}
+    reduced.unquantized = {text: nll for text, nll in scores.unquantized.items() if text in reduced.domains}
+    # The stages that are left of those before each extension.
+    reduced.grown = []
+    for number in scores.grown:
+        num_stages = sum(1 for row in reduction.rows if 0 < row <= number)
+        if num_stages > 0 and number <= max(reduction.rows):
+            reduced.grown.append(num_stages)
+    for activity, seconds in scores.activity_seconds.items():
+        if activity != "start":
+            kept_seconds = {stage: value for stage, value in seconds.items() if stage in reduced.rows}
+            reduced.activity_seconds[activity] = kept_seconds
     for results in fields(scores):
         if results.name in ACTIVITIES:  # what an evaluator has measured
             reduced.set_results(results.name, {})
     reduced.similarity = {}
     reduced.exported = {}
     reduced.measure()
+    return reduced
+
+
+def remove_monitored(record: Mapping[str, Any], domain: str) -> dict[str, Any]:
+    """The evaluations during a stage without those of a domain's text."""
+    reduced = dict(record)
+    for name in ("nll", "rise", "divergence"):
+        if name in record:
+            reduced[name] = {text: values for text, values in record[name].items() if text != domain}
     return reduced
 
 
@@ -89,6 +121,8 @@ def write_reduced_run(folder: Path, run: RunDir, scores: Scores, reduction: Redu
 
     if reduction.rows:
         write_documents(reduced_run, run, reduction)
+        link_results(reduced_run, run, scores, reduction)
+        copy_kept_state(reduced_run, run, reduction)
         reduce_scores(scores, reduction).save(reduced_run.scores_file)
     return reduced_run
 
@@ -130,17 +164,55 @@ def write_documents(reduced_run: RunDir, run: RunDir, reduction: Reduction) -> N
     """Writes the losses by document of the cells that stay."""
     for new_row, row in enumerate(reduction.rows):
         (losses,) = run.load_documents([row])
-        kept_losses = {}
-        for text, values in losses.items():
-            if text != reduction.domain and reduction.keeps_cell(row, text):
-                kept_losses[text] = values
+        kept_losses = {text: values for text, values in losses.items() if reduction.keeps_text(row, text)}
         reduced_run.save_documents(new_row, kept_losses)
         diagnostics = run.path / "diagnostics" / f"{row:03d}.npz"
         copy_entry(diagnostics, make_parent(reduced_run.path / "diagnostics" / f"{new_row:03d}.npz"))
 
 
+def link_results(reduced_run: RunDir, run: RunDir, scores: Scores, reduction: Reduction) -> None:
+    """Links what was measured after the stages that stay, by their new numbers, without results of the domain
+    that is gone. They are those of the model that each row has scored: with modules per domain that of the
+    last domain, or of a task's own."""
+    for new_row, row in enumerate(reduction.rows):
+        old_name = f"{row:03d}-{scores.rows[row]}"
+        new_name = f"{new_row:03d}-{scores.rows[row]}"
+        for kind in (ENDTASKS, ANSWERS, "chats", "benchmarks"):
+            source = run.path / kind / old_name
+            if not source.is_dir():
+                continue
+            for path in source.iterdir():
+                if path.is_file() and not is_of_domain(path, kind, reduction.domain):
+                    link_file(str(path), str(make_parent(reduced_run.path / kind / new_name / path.name)))
+
+        # The file of a row has all texts.
+        divergences = run.path / "divergence" / old_name / DIVERGENCE_FILE
+        if divergences.is_file():
+            with np.load(divergences) as archive:
+                arrays = {text: archive[text] for text in archive if reduction.keeps_text(row, text)}
+            reduced_run.save_arrays(reduced_run.path / "divergence" / new_name / DIVERGENCE_FILE, arrays)
+
+
+def is_of_domain(path: Path, kind: str, domain: str) -> bool:
+    """Whether a file of results is of the task of a domain, which has its name."""
+    if kind == ENDTASKS:  # a file for each seed
+        return path.stem.rpartition("-")[0] == domain
+    return kind == ANSWERS and path.name == answers_file(path.parent, domain).name
+
+
+def copy_kept_state(reduced_run: RunDir, run: RunDir, reduction: Reduction) -> None:
+    """Copies what replay has stored of other domains before they were left, and the state of callbacks after
+    the last stage that is left."""
+    state = run.path / "callbacks" / f"{reduction.rows[-1]:03d}.pt"
+    if state.is_file():
+        copy_entry(state, make_parent(reduced_run.path / "callbacks" / f"{len(reduction.rows) - 1:03d}.pt"))
+    for path in (run.path / "generated" / "kept").glob("*.json"):
+        if path.stem != file_name(reduction.domain):
+            copy_entry(path, make_parent(reduced_run.path / "generated" / "kept" / path.name))
+
+
 def make_parent(path: Path) -> Path:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 

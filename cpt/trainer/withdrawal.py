@@ -133,6 +133,8 @@ def why_not_left_out(plan: Plan, module: ContinualMethod, *, number: int, num_do
         return f"optim.state_across_domains={plan.carry} took moments of its steps into the next domain"
     if plan.observer.is_active:
         return "the budget of later domains depended on it"
+    if plan.monitor.stop is not None and plan.monitor.past:
+        return f"monitor.stop={plan.monitor.stop:g} ends stages of later domains by the loss on its text"
     if isinstance(module, CopyingMethod):
         if is_source(module.sources, number - 1):
             return "the modules of a later domain began as a copy of its own"
@@ -191,7 +193,7 @@ def drop_source(sources: Tensor, index: int) -> Tensor:
 
 def why_not_subtracted(module: ContinualMethod, run: RunDir, *, number: int, last: int) -> str:
     """Why what a domain added to the weights cannot be taken out again; "" if it can."""
-    if isinstance(module, IncLoRA) and module.options.adapter_storage == "separate":
+    if has_separate_adapters(module) and not module.saved_names:
         return ""  # the last stage has the adapter of each domain
     if isinstance(module, Merge | MergeLoRA):
         if module.options.rule not in ADDITIVE_RULES:
@@ -208,9 +210,10 @@ def why_not_subtracted(module: ContinualMethod, run: RunDir, *, number: int, las
 def subtract(module: ContinualMethod, start: ContinualMethod, run: RunDir, *, number: int, last: int) -> None:
     """Takes what the stage of a domain added out of the weights of a module that has the last stage; `start`
     is a module as at construction, into which earlier stages are loaded."""
-    if isinstance(module, IncLoRA) and module.options.adapter_storage == "separate":
+    if isinstance(module, IncLoRA) and has_separate_adapters(module):
         remove_pair(module, number - 1, num_domains=last)
-        return
+        if not module.saved_names:
+            return
 
     # theta_k - theta_{k-1}, in at least 32 bits.
     before = read_merged(start, run, number - 1)
@@ -229,15 +232,24 @@ def subtract(module: ContinualMethod, start: ContinualMethod, run: RunDir, *, nu
         else:
             reduced = current - task_vector
         weight.copy_(reduced)
+    lora.reset_magnitudes(module.model)  # DoRA's norms, of a method that has some, are of the new weights
+
+
+def has_separate_adapters(module: ContinualMethod) -> bool:
+    """Whether the adapter of each domain is kept for itself, and merged into no weight."""
+    return isinstance(module, IncLoRA) and module.options.adapter_storage == "separate"
 
 
 def find_merged(module: ContinualMethod) -> dict[str, Tensor]:
-    """The weights that the domains add to, by name."""
+    """The weights that the domains add to, by name: those with merged adapters, and modules that are trained
+    fully."""
     weights = named_weights(module.model)
-    if isinstance(module, LoRA):
-        saved = {name: weights[name] for name in module.saved_names}
-        return {**module.adapted_weights(), **saved}
-    return dict(weights)
+    if not isinstance(module, LoRA):
+        return dict(weights)
+    saved = {name: weights[name] for name in module.saved_names}
+    if has_separate_adapters(module):
+        return dict(saved)
+    return {**module.adapted_weights(), **saved}
 
 
 def read_merged(module: ContinualMethod, run: RunDir, number: int) -> dict[str, Tensor]:
@@ -245,7 +257,7 @@ def read_merged(module: ContinualMethod, run: RunDir, number: int) -> dict[str, 
     module was built."""
     if number > 0:
         restore_module(module, run, number)
-    if isinstance(module, LoRA):
+    if isinstance(module, LoRA) and not has_separate_adapters(module):
         lora.merge_newest(module.model)
     return {name: upcast(weight).clone() for name, weight in find_merged(module).items()}
 
