@@ -116,6 +116,12 @@ def write_corpus(source: DocumentSource, name: str, folder: Path) -> None:
             count_noun(content.num_contradicted, "question"),
             name,
         )
+    if content.num_repaired:
+        log.warning(
+            "Replacing characters that are not Unicode, like half of an emoji, by question marks in %s of %s",
+            count_noun(content.num_repaired, "document"),
+            name,
+        )
     log.info(
         "Read %s: %.2f MB, documents: %s; left out: %s and %s",
         name,
@@ -163,6 +169,7 @@ class CorpusContent:
     keys: np.ndarray  # [documents] uint64: hashes by which documents are equal
     facts: dict[str, Any]  # as JSON: digests, documents and bytes per split, copies left out
     num_contradicted: int  # questions with several answers
+    num_repaired: int  # documents with characters that are not Unicode
 
 
 class DocumentHashes:
@@ -210,8 +217,13 @@ def read_documents(
     members = source.members(name)
     hashes = DocumentHashes()
     add_document = hashes.add_example if is_examples else hashes.add_text
+    num_repaired = 0
     for split, text in chain.from_iterable(map(source.read, members)):
-        raw = text.encode(errors="replace")  # repaired where it is not Unicode
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:  # as of half an emoji in JSON: "\\ud83d"
+            raw = text.encode(errors="replace")
+            num_repaired += 1
         keep(raw)
         add_document(split, raw)
 
@@ -242,7 +254,11 @@ def read_documents(
     if skipped:
         facts["skipped"] = join_skipped(skipped)
     return CorpusContent(
-        splits=splits, keys=keys, facts=facts, num_contradicted=count_contradicted(keys, answers)
+        splits=splits,
+        keys=keys,
+        facts=facts,
+        num_contradicted=count_contradicted(keys, answers),
+        num_repaired=num_repaired,
     )
 
 

@@ -104,13 +104,14 @@ def test_the_split_is_that_of_a_slow_loop(documents, max_documents):
             assign_splits(hashes, splits, name="x", held_out=held_out)
 
 
-def test_copies_are_left_out_and_counted_and_text_that_is_no_unicode_is_mended(tmp_path):
+def test_copies_are_left_out_and_counted_and_text_that_is_no_unicode_is_mended(tmp_path, caplog):
     documents = [("test", text) for text in ("a", "v", "t")]
     documents += [("valid", text) for text in ("b", "v", "v")]
     documents += mark_as_train(["a", "b", "a"])
     # No two of these are equal.
     similar = ["half \ud800 a pair", "nul \x00 byte", "🙂", "One.", "one.", "Öne.", "O\u0308ne."]
     text_corpus = make_corpus(tmp_path, documents + mark_as_train(similar))
+    assert "by question marks in 1 document of" in caplog.text
     expected = {"train": ["a", "b", "half ? a pair", *similar[1:]], "valid": ["v"], "test": ["t"]}
     assert list_texts(text_corpus) == expected
     assert (text_corpus.facts["duplicates"], text_corpus.facts["held_out_copies"]) == (1, 4)

@@ -142,21 +142,41 @@ def find_fewshot(root: Path) -> Iterator[tuple[str, str | None, Path]]:
 
 def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
     """dataset/…/file, or a file of a data set in the folder itself. Raises ValueError for a file in the
-    folder that is named as a split."""
+    folder that is named as a split, and for two data sets of one name, like c/ and c.jsonl."""
+    entries: dict[str, Path] = {}
     for entry in sorted(path for path in root.iterdir() if path.name[0] != "."):
-        if entry.is_dir():
-            for path in sorted(text_files.walk(entry)):
-                is_metadata = path.name in text_files.METADATA_FILES
-                if text_files.find_suffix(path) in list_layout_suffixes(layout) and not is_metadata:
-                    text_files.refuse_unreadable(path)
-                    yield entry.name, find_named_split(str(path.relative_to(entry))), path
-        elif text_files.find_suffix(entry) in list_layout_suffixes(layout):
-            if is_split_file(entry):
-                raise ValueError(
-                    f"{entry} is in no task's folder. Allowed: {root}/TASK/{entry.name}, or files of one "
-                    "task each"
-                )
-            yield text_files.remove_suffixes(entry), None, entry
+        files = list_files_of(entry, layout)
+        if not files:
+            continue
+        if not entry.is_dir() and is_split_file(entry):
+            raise ValueError(
+                f"{entry} is in no task's folder. Allowed: {root}/TASK/{entry.name}, or files of one task each"
+            )
+        name = entry.name if entry.is_dir() else text_files.remove_suffixes(entry)
+        if name in entries:
+            raise ValueError(
+                f"{name} is the name of two data sets ({entries[name]}, {entry}). "
+                "Allowed: one file or folder for each name"
+            )
+        entries[name] = entry
+        for path in files:
+            split = find_named_split(str(path.relative_to(entry))) if entry.is_dir() else None
+            yield name, split, path
+
+
+def list_files_of(entry: Path, layout: str) -> list[Path]:
+    """The data files of a folder and those below it, or a data file itself; other files are left out. Raises
+    ValueError for files in a folder that cannot be read."""
+    suffixes = list_layout_suffixes(layout)
+    if not entry.is_dir():
+        return [entry] if text_files.find_suffix(entry) in suffixes else []
+    files = []
+    for path in sorted(text_files.walk(entry)):
+        is_metadata = path.name in text_files.METADATA_FILES
+        if text_files.find_suffix(path) in suffixes and not is_metadata:
+            text_files.refuse_unreadable(path)
+            files.append(path)
+    return files
 
 
 def read_records(

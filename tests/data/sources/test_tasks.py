@@ -214,6 +214,16 @@ def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(o
         open_source("domains.format=cl_benchmark")
 
 
+@pytest.mark.parametrize("other_name", ["c/train.jsonl", "c.parquet"])
+def test_a_file_and_a_folder_or_two_files_of_one_name_are_refused(open_source, tmp_path, other_name):
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    write_lines(tmp_path / "root" / "c.jsonl", [chat])
+    assert open_source(group="instructions").names == ["c"]
+    write_lines(tmp_path / "root" / other_name, [chat])
+    with pytest.raises(InstantiationException, match="c is the name of two data sets .*c.jsonl"):
+        open_source(group="instructions")
+
+
 def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_prompt(open_source, tmp_path):
     chats = []
     for number in range(30):
