@@ -150,7 +150,8 @@ def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, 
             continue
         if not entry.is_dir() and is_split_file(entry):
             raise ValueError(
-                f"{entry} is in no task's folder. Allowed: {root}/TASK/{entry.name}, or files of one task each"
+                f"{entry} is in no task's folder. Allowed: {root}/TASK/{entry.name}, or files of one "
+                "task each"
             )
         name = entry.name if entry.is_dir() else text_files.remove_suffixes(entry)
         if name in entries:
