@@ -121,7 +121,7 @@ def find_removable(folder: Path, days: float, *, with_stages: bool) -> Iterator[
             elif unused_days > days:
                 yield path, f"not used for {count_noun(round(unused_days), 'day')}"
         elif with_stages and is_run:
-            for stage_folder in find_finished_stages(path):
+            for stage_folder in find_stage_folders(path):
                 yield stage_folder, f"of a finished run{describe_loss(stage_folder)}"
 
 
@@ -135,8 +135,9 @@ def find_last_change(folder: Path) -> float:
     return max(times, default=time.time())
 
 
-def find_finished_stages(run: Path) -> list[Path]:
-    """The folders of stages and step checkpoints of a run that is finished; those that have files."""
+def find_stage_folders(run: Path) -> list[Path]:
+    """The folders of stages and of step checkpoints of a finished run, if they are not empty. None of a run
+    that is unfinished, nor of one whose scores cannot be read, for which a line is printed."""
     try:
         is_finished = Scores.load(run / "scores.json").run["finished"]
     except (ValueError, OSError) as error:

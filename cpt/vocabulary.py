@@ -227,13 +227,14 @@ def write_tokenizer(
     folder: Path,
     options: argparse.Namespace,
 ) -> None:
-    """Writes a tokenizer with the files of the checkpoint's own, its chat template among them. Raises
-    ValueError where it would be loaded as another one."""
+    """Writes a tokenizer, whose tokenizer.json is `definition`, with the other files of the checkpoint's own,
+    its chat template among them, to the folder that becomes `options.output`. Raises ValueError where it
+    would be loaded as another one, and OSError where it cannot be written."""
     with writing(options.output):
         own_tokenizer.save_pretrained(folder)
         text = json.dumps(definition, ensure_ascii=False, indent=1)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-        change_tokenizer_config(folder)  # which says how the checkpoint's own tokenizer was loaded
+        change_tokenizer_config(folder)  # it still has options with which the checkpoint's own was loaded
 
     problem = describe_loaded(folder, own_tokenizer, definition, options)
     if problem:  # the class of the checkpoint's tokenizer builds it in its own way

@@ -209,13 +209,13 @@ class MoELayer(nn.Module):
         return self.sort_by_expert(x, tokens, gates, chosen, is_text)
 
     def router_logits(self, tokens: Tensor) -> Tensor:
-        """z of tokens [N, D], [N, E] in 32 bits or more."""
+        """The logits z of tokens [N, D] for all experts, [N, E] in 32 bits or more."""
         router = torch.cat([group.router for group in self.groups])
         wide_dtype = torch.promote_types(router.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             scores = functional.linear(tokens.to(wide_dtype), router.to(wide_dtype))
             logits = functional.pad(scores, (1, 0))  # z_0 = 0
-        if self.opening != 1:
+        if self.opening != 1:  # + log o, for the newest experts alone
             offset = log(self.opening) if self.opening > 0 else -torch.inf
             start = self.members(len(self.groups) - 1).start
             logits = torch.cat([logits[:, :start], logits[:, start:] + offset], dim=1)

@@ -228,7 +228,7 @@ def save_without_tuners(
     loads it. No copy of the model is in memory, but one of each layer in turn, unless layers of peft share
     parameters with others, as a tied head does, or transformers stores several weights as one tensor."""
     skeleton = make_plain_skeleton(model)
-    if shares_adapted(model) or not can_stream(skeleton):
+    if needs_copy(model) or not can_stream(skeleton):
         copy_without_tuners(model, merged=merged, weights=weights).save_pretrained(folder)
     else:
         plain_weights = PlainWeights(model, merged=merged, changed_weights=weights)
@@ -237,9 +237,10 @@ def save_without_tuners(
     return f"transformers.{type(skeleton).__name__}.from_pretrained({quoted_folder})"
 
 
-def shares_adapted(model: PreTrainedModel) -> bool:
-    """Whether a layer of peft has a parameter that another module has too, or whether head and embedding,
-    which the configuration ties, are two parameters: `settle_ties` compares what has become of them."""
+def needs_copy(model: PreTrainedModel) -> bool:
+    """Whether a model cannot lose its layers of peft one by one. Either one of them has a parameter that
+    another module has too; or head and embedding are tied in the configuration but two parameters, which
+    `settle_ties` can only compare in a copy without these layers."""
     head = model.get_output_embeddings()
     is_configured_tied = head is not None and model.config.tie_word_embeddings
     if is_configured_tied and head.weight is not model.get_input_embeddings().weight:

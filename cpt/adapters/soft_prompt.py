@@ -144,10 +144,11 @@ class PromptVectors(nn.Module):
         return output
 
     def cut_states(self, states: Tensor) -> Tensor:
-        """Hidden states [B, T + n, D] at the text's positions, [B, T, D]."""
+        """Hidden states [B, T + n, D] less n of them, [B, T, D]: those of the prompt, but in a causal model
+        the prompt's last state takes the place of the first token's."""
         count = self.positions_taken
-        # In a causal model the state at the prompt's last position predicts the second token: the first
-        # token's state is among those that are cut. An encoder's prompt precedes the text.
+        # In a causal model the prompt stands between the first token and the second, which its last state
+        # predicts. With encoder and decoder it precedes the encoder's text: the first n states are its own.
         if self.is_cut_at_start:
             return states[:, count:]
         return torch.cat([states[:, :1], states[:, 1 + count :]], 1)

@@ -164,8 +164,8 @@ class TextEncoder:
         return self.run_tokenizer(self.tokenizer, texts, split_special_tokens=True)
 
     def encode_target(self, text: str) -> list[int]:
-        """The ids of a decoder's text within its frame, as `encode` with SPLIT. Tokenizers of several
-        languages have another frame for it than for an encoder's text."""
+        """The ids of a decoder's text within its frame, with special tokens split: the cases are those of
+        `encode`. Tokenizers of several languages have another frame for it than for an encoder's text."""
         if not self.tokenizer.is_fast:
             return self.encode_without_backend([text], is_target=True)[0]
         if self.backend_without_special is not None:

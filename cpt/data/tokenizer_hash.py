@@ -63,7 +63,8 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def hash_row_format(tokenizer: PreTrainedTokenizerBase) -> str:
     """The key of cached token ids: `hash_tokenizer`, and of a slow tokenizer also the versions of the
-    libraries whose Python code splits the text. They refuse no run that resumes after an update."""
+    libraries whose Python code splits the text. A run that resumes compares `hash_tokenizer` alone: after an
+    update of a library texts are encoded again, but no run is refused."""
     tokenizer_hash = hash_tokenizer(tokenizer)
     if tokenizer.is_fast:
         return tokenizer_hash

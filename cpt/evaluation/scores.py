@@ -166,7 +166,8 @@ class Scores(MatrixLayout):
     version: Literal[1] = entry("version of this format", default=VERSION)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
+        """Raises ValueError for fields of another type, shape or name, as a file may be damaged; adds the
+        activities that have no seconds."""
         types = get_type_hints(type(self), include_extras=True)
         values_by_key = {find_file_key(column): getattr(self, column.name) for column in fields(self)}
         types_by_key = {find_file_key(column): types[column.name] for column in fields(self)}

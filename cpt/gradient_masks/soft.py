@@ -68,7 +68,8 @@ def measure_importance(
 def gate_gradients(
     model: PreTrainedModel, groups: Sequence[Units], batch: Batch, losses: SampleLosses, *, passes: int
 ) -> Tensor:
-    """dL_n/dg for every sample and unit, [B, units], in float32."""
+    """dL_n/dg for every sample and unit, [B, units], in float32. Where `losses` runs the B samples several
+    times as one batch [passes * B, T], a sample has the same gates in all of its passes."""
     samples = batch["input_ids"].shape[0]
     device = batch["input_ids"].device
     gates = {group.name: torch.ones(samples, group.count, device=device).requires_grad_() for group in groups}

@@ -191,14 +191,16 @@ class MAS(Consolidation):
         return super().losses(batch) | {"mas": penalty}
 
     def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
-        def square(outputs: Tensor, positions: slice) -> Tensor:
+        def sum_squares(outputs: Tensor, positions: slice) -> Tensor:
+            """||f||^2 of outputs [k, D or V] at a slice of the positions, [k]: a TokenLoss without labels."""
             return outputs.float().square().sum(-1)
 
-        def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:  # ||f||^2, [K]
+        def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:
+            """||f||^2 at all scored positions of a batch, [K]."""
             if self.options.output == "hidden":
                 _, hidden = self.objective.run(model, batch, lambda logits: None)
-                return square(select_positions(hidden, batch["positions"]), slice(None))
-            norms, _ = self.objective.run(model, batch, lambda logits: logits.values(square))
+                return sum_squares(select_positions(hidden, batch["positions"]), slice(None))
+            norms, _ = self.objective.run(model, batch, lambda logits: logits.values(sum_squares))
             return norms
 
         return estimate_sensitivity(
@@ -271,7 +273,8 @@ class SI(AnchorPenalty):
         anchors = self.anchor.named()
         importances = self.importance.named()
         weights = named_weights(self.model)
-        # Where the sums are stored, which may be the CPU; integrals, importances and anchors are there alike.
+        # Integrals, importances and anchors are stored on one device, which may be the CPU: weights are moved
+        # to it.
         for name, sharded_integral in self.path_integral.named().items():
             integral = to_local(sharded_integral)
             distance = to_local(weights[name]).to(integral.device) - to_local(anchors[name])
@@ -279,7 +282,7 @@ class SI(AnchorPenalty):
             damped = distance.square() + self.options.damping
             to_local(importances[name]).add_(integral / damped).clamp_min_(0)
             integral.zero_()
-        # Last: the distance is from where the domain started.
+        # Only now: the distances above are from the weights with which the domain started.
         self.anchor.capture(self.model)
 
 

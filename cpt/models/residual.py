@@ -390,8 +390,9 @@ def sum_tensors(
 
 
 def write_weight_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> int:
-    """Writes tensors as the weights of a folder, in files of up to `max_bytes` or of one tensor, and an index
-    of several. Only the tensors of one file are in memory. Returns their number."""
+    """Writes tensors as the weights of a folder: in files of up to `max_bytes` each, or of a single larger
+    tensor, and with an index if there are several files. Only the tensors of one file are in memory. Returns
+    the number of tensors."""
     names_by_shard: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     shard_bytes = 0

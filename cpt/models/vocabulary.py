@@ -333,7 +333,8 @@ def find_stale_rows(
     is_used[candidates] = True
     unused_norms = norms[~is_used]
 
-    # Without unused rows, untrained ones have nothing to be compared with.
+    # Without unused rows, there is nothing to compare with. Where other new tokens lie beyond the embedding,
+    # ordinary words before them are taken to have been added with them, after training.
     if not len(unused_norms):
         return (ordinary if is_enlarged else []), False
 

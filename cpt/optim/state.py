@@ -32,8 +32,8 @@ class CarriedState(NamedTensors):
     number is a tensor of one meanwhile."""
 
     def capture(self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Takes over the state of an optimizer. Raises ValueError for what is neither a tensor nor a whole
-        number."""
+        """Takes over the state of an optimizer, but no entry of None. Raises ValueError for one that
+        is neither a tensor nor a whole number."""
         self.clear()
         for name, parameter in named_parameters:
             for key, value in optimizer.state.get(parameter, {}).items():

@@ -423,7 +423,7 @@ def build_answer_matrix_block(scores: Scores, shares: DataFrame) -> Block:
 
 
 def build_answer_means_block(scores: Scores) -> Block:
-    """AP, LA, BWT, F and FWT."""
+    """The means of the answers' scores over the tasks: AP, LA, BWT, F and FWT."""
     answers = scores.answers
     meanings = {}
     for name, (_, meaning, formula) in task_metrics.ANSWER_METRICS.items():
@@ -435,20 +435,21 @@ def build_answer_means_block(scores: Scores) -> Block:
 
 
 def build_last_answers_block(scores: Scores) -> Block:
-    """Every measure of the last model's answers."""
+    """Every measure of the last model's answers: a row for each task, a column for each measure."""
     tasks = scores.answers["tasks"]
     measured: set[str] = set()
     for answers in tasks.values():
         measured |= set(answers["measures"])
     measures = [measure for measure in task_metrics.MEASURES if measure in measured]
-    last = tidy_scores(scores, "answer").drop_duplicates(["text", "metric"], keep="last")
-    last = last.pivot(index="text", columns="metric", values="value")
-    last = last.reindex(index=list(tasks), columns=measures)
+
+    last_values = tidy_scores(scores, "answer").drop_duplicates(["text", "metric"], keep="last")
+    table = last_values.pivot(index="text", columns="metric", values="value")
+    table = table.reindex(index=list(tasks), columns=measures)
     return Block(
         title="Answers of the last model",
-        fold_label=count_noun(len(last), "task"),
-        head=["task", *last.columns],
-        cells=format_cells(last, format_percent),
+        fold_label=count_noun(len(table), "task"),
+        head=["task", *table.columns],
+        cells=format_cells(table, format_percent),
     )
 
 

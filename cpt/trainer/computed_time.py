@@ -230,7 +230,8 @@ def find_seconds(simulated: SimulatedPlan, layout: Layout, rates: Rates) -> dict
 
 
 def find_evaluation_seconds(simulated: SimulatedPlan, layout: Layout, rates: Rates) -> float | None:
-    """Seconds of all evaluations at most; None where eval.max_tokens does not bound them."""
+    """Seconds of all evaluations at most; None where eval.max_tokens does not bound them, or where their pass
+    could not be simulated."""
     plan = simulated.plan
     max_tokens = plan.settings["eval"]["max_tokens"]
     evaluation = simulated.find_evaluation(layout.eval_batch_size)

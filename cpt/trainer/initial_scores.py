@@ -193,17 +193,18 @@ def find_loss_conditions(plan: Plan, corpora: Corpora, base: Base, data: DomainS
 
 
 def find_base_origin(plan: Plan, base: Base) -> dict[str, Any]:
-    """Where the base comes from, how it was adapted, and the domains that an earlier run has taught it."""
+    """Where the base comes from (`name`; `origin`: built, folder or hub; the hub's `revision`), how it was
+    `adapted`, in words, and the domains that it has `learned` in earlier runs."""
     checkpoint = plan.model.name_or_path
     if checkpoint is None:
-        described: dict[str, Any] = {"name": plan.names["model"], "origin": "built"}
+        facts: dict[str, Any] = {"name": plan.names["model"], "origin": "built"}
     elif Path(checkpoint).is_dir():
-        described = {"name": Path(checkpoint).resolve().name, "origin": "folder"}
+        facts = {"name": Path(checkpoint).resolve().name, "origin": "folder"}
     else:
-        described = {"name": checkpoint, "origin": "hub"}
+        facts = {"name": checkpoint, "origin": "hub"}
         paths = list(list_checkpoint_files(checkpoint).values())
         if paths:
-            described["revision"] = paths[0].parent.name
+            facts["revision"] = paths[0].parent.name
 
     adaptations = []
     if plan.model.num_hidden_layers is not None:
@@ -224,13 +225,13 @@ def find_base_origin(plan: Plan, base: Base) -> dict[str, Any]:
     if quantization != "none":
         adaptations.append(f"linear layers in {quantization}")
     if adaptations:
-        described["adapted"] = "; ".join(adaptations)
+        facts["adapted"] = "; ".join(adaptations)
 
     if plan.resolved["init_from"] is not None:
         earlier_scores = Scores.load(Path(plan.resolved["init_from"]) / "scores.json")
         learned = [*earlier_scores.base.get("learned", []), *earlier_scores.run["order"]]
-        described["learned"] = list(dict.fromkeys(learned))  # a domain may have been learned twice
-    return described
+        facts["learned"] = list(dict.fromkeys(learned))  # a domain may have been learned twice
+    return facts
 
 
 def describe_similarity(plan: Plan) -> dict[str, Any]:

@@ -66,16 +66,18 @@ class Preemption(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
-        if self.step_checkpoint is None or step == self.step:  # or a micro-batch within a step
+        is_micro_batch = step == self.step  # it made no optimizer step
+        if self.step_checkpoint is None or is_micro_batch:
             return
         self.step = step
 
-        number = get_received_signal()
+        signal_number = get_received_signal()
         if is_distributed():
-            number = self.step_checkpoint.guard.common_signal
-        if number:
+            signal_number = self.step_checkpoint.guard.common_signal
+        if signal_number:
             self.step_checkpoint.save_once(trainer, pl_module)
-            leave_all(number, f"after step {step} of {trainer.max_steps} of {trainer.datamodule.domain.name}")
+            domain = trainer.datamodule.domain.name
+            leave_all(signal_number, f"after step {step} of {trainer.max_steps} of {domain}")
 
     def on_validation_batch_end(
         self,

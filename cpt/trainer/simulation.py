@@ -276,7 +276,7 @@ class Simulation:
             weight_type = WEIGHT_TYPES.get(machine.precision)
             if weight_type is not None:
                 self.method.to(weight_type)
-        self.know_neutral_state()
+        self.fill_small_buffers()
 
         self.num_rows = self.choose_num_rows()
         self.batch = self.make_batch(self.num_rows)
@@ -298,9 +298,9 @@ class Simulation:
         each product."""
         return make_autocast(self.machine.precision, "cpu", cache_enabled=keeps_copies)
 
-    def know_neutral_state(self) -> None:
-        """Gives small buffers of the method values, as it may branch on them, such as on a count of domains.
-        The values are 0, which nearly all of them are in a new method."""
+    def fill_small_buffers(self) -> None:
+        """Replaces the method's small buffers, which have no storage here, by zeros on the CPU: a method may
+        branch on their values, as on a count of domains. Nearly all are 0 in a new method."""
         modules_of_model = set(self.method.model.modules())
         for module in self.method.modules():
             if module in modules_of_model:

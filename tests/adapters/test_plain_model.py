@@ -40,7 +40,7 @@ def assert_equal_files(model, folder, *, is_copied=False, **arguments):
     """That a model is written as its plain copy is, and that its own weights stay as they are; without such a
     copy in memory unless it `is_copied`."""
     skeleton = plain_model.make_plain_skeleton(model)
-    assert (plain_model.shares_adapted(model) or not streamed_files.can_stream(skeleton)) == is_copied
+    assert (plain_model.needs_copy(model) or not streamed_files.can_stream(skeleton)) == is_copied
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain_model.save_without_tuners(folder / "streamed", model, **arguments)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())

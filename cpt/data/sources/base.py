@@ -224,10 +224,10 @@ class Source(Options, ABC):
         return chosen
 
     def group_names(self) -> dict[str, list[str]]:
-        """The domains before `only`, each with the names whose text it has. Without `by` these are the names
-        themselves. Else they are names of M2D2: `fine` leaves those of fine domains; `coarse` joins the fine
-        domains of each coarse one, and takes the text of the coarse one itself only where it has no fine
-        ones."""
+        """All domains, of which `only` then selects some, each with the names whose text it has. Without `by`
+        each name is a domain. With it, names are those of M2D2: `fine` keeps the fine domains alone; `coarse`
+        joins the fine domains of each coarse one, and takes the text of the coarse one itself only where it
+        has no fine ones."""
         if self.by is None:
             return {name: [name] for name in self.names}
         parsed = [(name, *parse_name(name)) for name in self.names]
