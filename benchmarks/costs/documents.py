@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from common.measuring import ROOT, measure_foreign_cores, save
 
 NAME, LENGTH, VOCABULARY, BATCHES, BATCH = "big", 128, 8192, 1000, 32
 MEGABYTE = 1e6
+SAMPLING_S = 0.02
 
 
 def write_documents(path: Path, documents: int) -> None:
@@ -37,17 +39,31 @@ def write_documents(path: Path, documents: int) -> None:
             file.write(f"{number} {' '.join(draw.choices(words, k=draw.randint(6, 16)))}\n")
 
 
-def read_file_memory() -> int:
-    """The bytes of this process's memory that are pages of mapped files."""
+class OwnMemory(threading.Thread):
+    """Samples the memory of this process without pages of files, which the system takes back when it needs
+    them; `peak` has the most bytes so far."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, read_own_memory())
+            time.sleep(SAMPLING_S)
+
+
+def read_own_memory() -> int:
+    """The bytes of this process's memory that are not pages of files."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssFile:"):
+        if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise ValueError("/proc/self/status has no RssFile")
+    raise ValueError("/proc/self/status has no RssAnon")
 
 
 def measure(documents: int, workers: int | None) -> dict[str, Any]:
-    """Of each phase its seconds, the peak of memory so far, and how much of the memory at its end is pages of
-    files, which the system takes back when it needs them; this process does nothing else."""
+    """Of each phase its seconds and the peaks of memory so far, with and without pages of files; this process
+    does nothing else."""
     import numpy as np
 
     from cpt.core.randomness import key, permute
@@ -56,13 +72,15 @@ def measure(documents: int, workers: int | None) -> dict[str, Any]:
     from cpt.models.loading import train_tokenizer
 
     results: dict[str, Any] = {"documents": documents}
+    own_memory = OwnMemory()
+    own_memory.start()
 
     def record(phase: str, start_time: float) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
         results[phase] = {
             "seconds": time.perf_counter() - start_time,
             "peak_mb": peak,
-            "files_mb": read_file_memory() / MEGABYTE,
+            "own_peak_mb": own_memory.peak / MEGABYTE,
         }
 
     with tempfile.TemporaryDirectory(dir=ROOT / "outputs") as folder:

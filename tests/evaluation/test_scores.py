@@ -103,6 +103,11 @@ def test_the_freedom_of_an_interval_is_that_of_the_columns_whose_terms_were_meas
     assert (columns["LC"], columns["CPT"]) == ([2, 0, 1], [2, 0, 1])
     assert columns["general_drift"] == [3]
 
+    b_after_two_stages = are_measured.copy()
+    b_after_two_stages[1, 1] = False
+    columns = metrics.find_averaged_columns(b_after_two_stages, layout=three_domains)
+    assert columns["FWT_zs"] == [0, 1]
+
     after_first_stage = layout(rows=["base", "c"], domains=["a", "b", "c", "general"])
     columns = metrics.find_averaged_columns(are_measured[:2], layout=after_first_stage)
     assert (columns["CPT"], columns["learned"], columns["FWT_gem"]) == ([2], [2], [0])
