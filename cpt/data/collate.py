@@ -29,6 +29,7 @@ class Batch(TypedDict, total=False):
     domains: Tensor  # [B]: the index of each row's domain in the order, -1 for other text
     weight: Tensor  # scalar: the factor of each scored place's loss
     mean_rows: Tensor  # scalar, in training: rows of a step over the parts that it is divided into
+    mean_tokens: Tensor  # [2], in training: tokens read in a step (`count_read`) over its parts
     parts: Tensor  # [B], of a mixture: the part that each row is of, as numbered by Mixture.part_names
     part_weights: Tensor  # [B], of a mixture whose parts weigh differently: the factor of the loss on the row
     part_counts: Tensor  # [3, parts], of a mixture: rows, tokens and scored tokens of the whole step
@@ -87,6 +88,10 @@ class Collator(Protocol):
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         """Scored places of each row, [B]."""
+
+    def count_read(self, sizes: Sizes) -> np.ndarray:
+        """Tokens of each row that a model reads, [2, B]: its encoder or body, and its decoder, 0 without an
+        encoder."""
 
     def lay_out(self, batch: Batch) -> Batch:
         """The batch, with a `layout` where its samples are to share rows."""

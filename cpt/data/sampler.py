@@ -98,8 +98,10 @@ class TrainStream(Dataset):
 
         batch, _ = self.objective.batch(stack_rows(self.texts, local_samples))
         batch["domains"] = torch.from_numpy(self.domains[local_samples.text_indices])
-        batch["weight"] = torch.tensor(num_shares / max(1, self.count_scored(samples)))
+        num_scored, num_read = self.count_tokens(samples)
+        batch["weight"] = torch.tensor(num_shares / max(1, num_scored))
         batch["mean_rows"] = torch.tensor(num_samples / num_shares)
+        batch["mean_tokens"] = torch.from_numpy(num_read / num_shares).float()
         if self.part_names:
             self.add_parts(batch, samples, local_samples)
         return self.objective.lay_out(batch)
@@ -118,13 +120,15 @@ class TrainStream(Dataset):
             counts[:, self.part_of_text[index]] += (len(sizes.all), sizes.all.sum(), scored)
         batch["part_counts"] = torch.from_numpy(counts)
 
-    def count_scored(self, samples: Samples) -> int:
-        """Scored tokens of samples."""
+    def count_tokens(self, samples: Samples) -> tuple[int, np.ndarray]:
+        """The scored tokens of samples, and [2] those that a model reads of them (`Collator.count_read`)."""
         num_scored = 0
+        num_read = np.zeros(2, np.int64)
         for index in np.unique(samples.text_indices):
-            rows = samples.rows[samples.text_indices == index]
-            num_scored += int(self.objective.scored(self.texts[index].sizes(rows)).sum())
-        return num_scored
+            sizes = self.texts[index].sizes(samples.rows[samples.text_indices == index])
+            num_scored += int(self.objective.scored(sizes).sum())
+            num_read += self.objective.count_read(sizes).sum(1)
+        return num_scored, num_read
 
     def count_new(self, steps: int) -> int:
         """Positions of the stage's own stream that the first `steps` steps take."""

@@ -338,17 +338,15 @@ class LifelongMoE(CopyingMethod):
             shares = torch.full_like(first_choices, 1 / first_choices.shape[1], dtype=torch.float)
 
         # A mean of P over the whole step: each micro-batch divides by the tokens of a mean one.
-        tokens_read, tokens_written = self.objective.side_lengths(self.length)  # of a full row
+        tokens_read, tokens_of_decoder = batch["mean_tokens"]
         terms = []
         shares = self.first_choice_shares.on_module_device(shares)
         for mixture, mixture_shares in zip(mixtures, shares, strict=True):
-            tokens = tokens_read
-            if mixture.side == TARGET_TOKENS and tokens_written is not None:
-                tokens = tokens_written
+            num_tokens = tokens_of_decoder if mixture.side == TARGET_TOKENS else tokens_read
             probabilities = mixture.last_record.probabilities.sum(0)
             # E sum_e s_e P_e
             balance = len(mixture_shares) * (mixture_shares.to(probabilities) * probabilities).sum()
-            terms.append(balance / (tokens * batch["mean_rows"]))
+            terms.append(balance / num_tokens)
         return {"balance": self.options.balance * torch.stack(terms).mean()}
 
     def on_gradients_ready(self) -> None:

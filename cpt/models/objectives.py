@@ -80,6 +80,11 @@ class Objective(ABC):
     def scored(self, sizes: Sizes) -> np.ndarray:
         """The number of scored positions of each row, [B], for rows of some sizes."""
 
+    def count_read(self, sizes: Sizes) -> np.ndarray:
+        """The tokens of each row that a model reads, [2, B]: its encoder or body, and its decoder, 0 without
+        an encoder."""
+        return np.stack([sizes.all, np.zeros_like(sizes.all)])
+
     def scorable(self, sizes: Sizes) -> np.ndarray:
         """The number of tokens of each row, [B], that may be scored: bits per byte are counted over them."""
         return sizes.all if sizes.inserted is None else sizes.all - sizes.inserted
@@ -251,6 +256,14 @@ class Span(Objective):
         num_hidden, num_holes = self.count_holes(sizes.all)
         scored = np.where(sizes.all > 1, num_hidden, 0)
         return scored + num_holes + 1 if self.learns_sentinels else scored
+
+    def count_read(self, sizes: Sizes) -> np.ndarray:
+        num_hidden, num_holes = self.count_holes(sizes.all)
+        # Nothing of a single token is hidden, and its target has a sentinel nonetheless.
+        has_holes = sizes.all > 1
+        num_hidden = np.where(has_holes, num_hidden, 0)
+        num_source = sizes.all - num_hidden + np.where(has_holes, num_holes, 0) + 1
+        return np.stack([num_source, num_hidden + num_holes + 1])
 
     def draw_hidden(self, rows: Rows) -> np.ndarray:
         """Which tokens of rows, of at most `longest`, are hidden, [B, T]."""
@@ -444,6 +457,13 @@ class Seq2SeqAnswers(Answers):
         source_length, target_length = self.raw.side_lengths(length)
         # Raw text is longer where most of it is holes.
         return max(length, source_length), max(length, target_length)
+
+    def count_read(self, sizes: Sizes) -> np.ndarray:
+        of_raw_text = self.raw.count_read(sizes)
+        if sizes.answers is None:
+            return of_raw_text
+        of_answers = np.stack([sizes.all - sizes.answers, sizes.answers])
+        return np.where(sizes.answers > 0, of_answers, of_raw_text)
 
     def restore(self, batch: Batch) -> Batch:
         """Questions stay; in raw text what the model's own objective has hidden is restored."""

@@ -24,4 +24,5 @@ def make_full_batch(
     batch["domains"] = torch.zeros(num_rows, dtype=torch.long)
     batch["weight"] = torch.tensor(1.0)
     batch["mean_rows"] = torch.tensor(float(num_rows))
+    batch["mean_tokens"] = torch.tensor([float(num_rows * length), float(num_rows * length)])
     return batch

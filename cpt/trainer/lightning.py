@@ -94,6 +94,10 @@ def make_trainer(
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer is invalid: {error}") from error
 
+    # The numbers of a batch are weights and counts, which bf16-true would round to 8 bits.
+    precision: Any = trainer.precision_plugin
+    precision.convert_input = lambda batch: batch
+
     # Lightning's handlers: SIGTERM ends the program with exit code 0 and waits for other processes; on SLURM
     # SIGUSR1 writes a checkpoint into the working folder.
     connector: Any = trainer._signal_connector

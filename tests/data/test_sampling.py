@@ -492,7 +492,11 @@ def test_processes_and_parts_share_out_the_same_step(objective, accumulate, worl
         for name in ("input_ids", "targets", "domains"):
             assert torch.equal(torch.cat([share[name] for share in shares]), whole_step[name])
         num_scored = sum(len(share["positions"]) for share in shares)
+        num_read = sum(
+            share.get("attention_mask", torch.ones_like(share["input_ids"])).sum() for share in shares
+        )
         for share in shares:
+            assert share["mean_tokens"].tolist() == [pytest.approx(num_read / num_shares), 0]
             assert float(share["weight"]) == pytest.approx(num_shares / num_scored)
             assert float(share["mean_rows"]) == pytest.approx(sum(sizes) / num_shares)
 

@@ -3,6 +3,7 @@ masks and averages, and a killed run ends with the same bits."""
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from cpt.gradient_masks.base import Constraint, GradientMask, StepSnapshot
@@ -48,6 +49,23 @@ def test_small_steps_are_not_lost(rate, steps, build):
     assert project_on_32_bits(build, "ncl", *options) == pytest.approx(1, abs=0.05)
     if rate == "1e-5":
         assert project_on_32_bits(build, "ncl", *options, "optim.rounding=nearest") < 0.3
+
+
+class WeightsSeen(Callback):
+    """Stores the type of the weight of each training batch."""
+
+    def __init__(self) -> None:
+        self.types = []
+
+    def on_train_batch_start(self, trainer, module, batch, number) -> None:
+        self.types.append(batch["weight"].dtype)
+
+
+def test_the_weight_of_a_batch_is_not_rounded(build):
+    run = build("ncl", BF16, "trainer.steps=2", on="causal")
+    recorder = WeightsSeen()
+    run.learn(0, recorder)
+    assert recorder.types == [torch.float32] * 2
 
 
 # Where a step is changed after the optimizer, it is rounded once more.

@@ -15,6 +15,7 @@ from tests.support.decoders import build_decoder
 from tests.support.forward_passes import logits_at
 from tests.support.method_fixtures import MethodFixture, equal_tensors
 from tests.support.mixtures import build_mixture
+from tests.support.task_fixtures import write_tasks
 
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
 ALL = "method.moe_every_n_blocks=1"
@@ -170,6 +171,21 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     assert mean_term(*run.batches(2, accumulate=2)) == pytest.approx(term, rel=1e-5)
     module.on_gradients_ready()
     assert torch.equal(module.first_choice_shares.named()["firsts"], shares)
+
+
+@pytest.mark.parametrize("family", ["causal", "both"])
+def test_rows_of_any_length_are_balanced_by_the_mean_over_their_tokens(family, moe, tmp_path):
+    names = ["law", "food", "space"]
+    options = ["domains=tasks", f"domains.root={write_tasks(tmp_path, names, train=30, test=6)}"]
+    options += ["domains/template=bare", "answers=none", "model.max_seq_length=200"]
+    run = moe("method.balance=3", "method.strength=0", "method.num_experts=2", ALL, *options, on=family)
+    run.learn(0)
+    run.module.first_choice_shares.clear()
+    parts = run.batches(2, accumulate=2)
+    assert any("attention_mask" in batch for batch in parts)
+    # With equal shares of first choices it is alpha, as the mean probabilities of a token sum to 1.
+    terms = [run.module.losses(batch)["balance"].detach() for batch in parts]
+    assert float(sum(terms)) / 2 == pytest.approx(3)
 
 
 def test_every_second_block_that_is_not_frozen_has_a_mixture(moe):

@@ -274,8 +274,10 @@ def test_counts_are_those_of_the_table_and_both_sides_joined_at_the_sentinels_ar
         rows = draw_rows([64, 33, 2, 64, 1, 7, 50])
         objective = span(rate, mean)
         batch, _ = objective.batch(rows)
-        for (source, target), ids, length in zip(split_sides(batch), rows.ids, rows.lengths, strict=True):
-            assert join(source, target) == ids[:length].tolist()
+        num_read = objective.count_read(Sizes(text=rows.lengths, all=rows.lengths))
+        for number, (source, target) in enumerate(split_sides(batch)):
+            assert join(source, target) == rows.ids[number, : rows.lengths[number]].tolist()
+            assert num_read[:, number].tolist() == [len(source), len(target)]
         restored = objective.restore(batch)
         assert torch.equal(restored["input_ids"], torch.from_numpy(rows.ids))
         assert torch.equal(restored["attention_mask"], torch.from_numpy(rows.is_token).long())
