@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 JOURNAL = "study.journal"
 RESULTS = "optimization_results.yaml"
 FOLDERS = "folders of trial"  # with its number: the attribute of a study that names its runs
+BATCH_END = "trials begun with the last batch"  # the attribute of a study that says where the batch ends
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
 
 
@@ -264,9 +265,16 @@ class OptunaSweeper(Sweeper):
     def ask_trials(
         self, study: optuna.Study, size: int, distributions: Mapping[str, Any]
     ) -> list[optuna.trial.FrozenTrial]:
-        """The next trials: first those of a search that was killed, whose run folders continue."""
-        batch = study.get_trials(states=[self.optuna.trial.TrialState.RUNNING])[:size]
-        while len(batch) < size:
+        """The trials of the next batch; after a kill what is left of the last one, whose run folders continue.
+
+        That batch is not filled up with further trials: Optuna would draw these before all objectives of the
+        batch are known, and so others than without the kill."""
+        states = self.optuna.trial.TrialState
+        batch = study.get_trials(states=[states.RUNNING])[:size]
+        if not batch:
+            study.set_user_attr(BATCH_END, count_asked_trials(study) + size)
+        batch_end = study.user_attrs.get(BATCH_END, 0)
+        while len(batch) < size and count_asked_trials(study) < batch_end:
             study.sampler = self.make_sampler(len(study.trials))
             trial = study.ask(dict(distributions))
             batch.append(study.trials[trial.number])
@@ -451,6 +459,11 @@ def to_overrides(params: Mapping[str, Any]) -> list[str]:
         rounded = float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
         overrides.append(f"{key}={rounded}")
     return overrides
+
+
+def count_asked_trials(study: optuna.Study) -> int:
+    """How many trials of a study have been begun; others wait in its queue."""
+    return sum(trial.state.name != "WAITING" for trial in study.trials)
 
 
 def format_trial(trial: optuna.trial.FrozenTrial) -> str:
