@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 JOURNAL = "study.journal"
 RESULTS = "optimization_results.yaml"
 FOLDERS = "folders of trial"  # with its number: the attribute of a study that names its runs
-BATCH_END = "trials begun with the last batch"  # the attribute of a study that says where the batch ends
+BATCH_END = "number of trials after the batch"  # the attribute of a study that says where the batch ends
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
 
 
@@ -265,7 +265,7 @@ class OptunaSweeper(Sweeper):
     def ask_trials(
         self, study: optuna.Study, size: int, distributions: Mapping[str, Any]
     ) -> list[optuna.trial.FrozenTrial]:
-        """The trials of the next batch; after a kill what is left of the last one, whose run folders continue.
+        """The trials of the next batch: after a kill what is left of the last one, whose folders continue.
 
         That batch is not filled up with further trials: Optuna would draw these before all objectives of the
         batch are known, and so others than without the kill."""
@@ -462,7 +462,7 @@ def to_overrides(params: Mapping[str, Any]) -> list[str]:
 
 
 def count_asked_trials(study: optuna.Study) -> int:
-    """How many trials of a study have been begun; others wait in its queue."""
+    """How many trials of a study have started; others wait in its queue."""
     return sum(trial.state.name != "WAITING" for trial in study.trials)
 
 
