@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
@@ -62,9 +63,19 @@ class OptionHelp:
 
 
 def describe_options(arguments: Sequence[str]) -> str:
-    """The options of the groups that the command line chooses, or of all where it chooses none."""
+    """The options of the groups that the command line chooses, or of all where it chooses none. Raises
+    InvalidOptionError for several values of one key, as a sweep has them."""
     parsed = get_args_parser().parse_args([argument for argument in arguments if argument != FLAG])
     overrides = list(parsed.overrides)
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if override.is_sweep_override():
+            raise InvalidOptionError(
+                override.key_or_group,
+                override.get_value_string(),
+                context=f"with {FLAG}",
+                reason="the options of one run are shown",
+                allowed="one value",
+            )
     if parsed.config_dir:
         overrides.append(f"hydra.searchpath=[file://{Path(parsed.config_dir).absolute()}]")
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -1,10 +1,13 @@
 """What the command line says of options and choices."""
 
+import re
+
 import pytest
 from hydra import compose, initialize_config_dir
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core.config import CONF
+from cpt.core.exceptions import InvalidOptionError
 from cpt.trainer.help import describe_choice, describe_options, explaining_missing
 from cpt.trainer.read_config import read_sections
 
@@ -36,6 +39,12 @@ def test_required_options_come_first():
         required = "root" if section == "domains" else "name_or_path"
         assert options[0] == f"{section}.{required}"
     assert "domains.root=???  (required)" in lines
+
+
+@pytest.mark.parametrize("override", ["method=das,ncl", "optim.lr=1e-4,1e-3", "seed=range(3)"])
+def test_options_are_those_of_one_run(override):
+    with pytest.raises(InvalidOptionError, match=f"{re.escape(override)} is invalid .*Allowed: one value"):
+        describe_options(["-m", override, "--options"])
 
 
 @pytest.mark.parametrize(
