@@ -2,8 +2,8 @@
 
     pytest --durations=0 > durations.log && python tests/support/slow_tests.py durations.log
 
-writes their names anew to tests/slow_tests.txt: of each test all of whose rows take more than half a second
-together."""
+writes their names anew to tests/slow_tests.txt: of each test all of whose rows take more than a fifth of a
+second together."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 SLOW_TESTS = Path(__file__).parents[1] / "slow_tests.txt"
-LIMIT_S = 0.5  # of all rows of a test together
+LIMIT_S = 0.2  # of all rows of a test together
 DURATION = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(\S.*)")  # a line of pytest's list
 
 
