@@ -221,7 +221,7 @@ def read_documents(
     for split, text in chain.from_iterable(map(source.read, members)):
         try:
             raw = text.encode()
-        except UnicodeEncodeError:  # as of half an emoji in JSON: "\\ud83d"
+        except UnicodeEncodeError:  # like "\ud83d" of JSON, half an emoji
             raw = text.encode(errors="replace")
             num_repaired += 1
         keep(raw)

@@ -145,7 +145,7 @@ def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, 
     folder that is named as a split, and for two data sets of one name, like c/ and c.jsonl."""
     entries: dict[str, Path] = {}
     for entry in sorted(path for path in root.iterdir() if path.name[0] != "."):
-        files = list_files_of(entry, layout)
+        files = list_data_files(entry, layout)
         if not files:
             continue
         if not entry.is_dir() and is_split_file(entry):
@@ -165,7 +165,7 @@ def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, 
             yield name, split, path
 
 
-def list_files_of(entry: Path, layout: str) -> list[Path]:
+def list_data_files(entry: Path, layout: str) -> list[Path]:
     """The data files of a folder and those below it, or a data file itself; other files are left out. Raises
     ValueError for files in a folder that cannot be read."""
     suffixes = list_layout_suffixes(layout)
